@@ -1,0 +1,106 @@
+"""What is known of one training job's cost: layers, throughput and occupancy parameters.
+
+A :class:`Profile` holds *estimates*: the scheduler and the Layer Tuner read it, and a simulator's world keeps a truth of
+its own beside it. Symbols and equations: ``docs/model.md``. Profiles are versioned JSON files (``schema``).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+
+class LayerCost(_Frozen):
+    """One freezable unit, in forward order; it holds at least one trainable parameter."""
+
+    name: str
+    flops: float = Field(ge=0, description="training FLOPs of one sample (forward + backward)")
+    param_bytes: float = Field(gt=0)
+
+
+class ComputeCurve(_Frozen):
+    """Time of one pass over a local batch m: ``((alpha_s^k + (beta_s * m)^k)^(1/k))``; k = 1 is the affine model.
+
+    A larger ``smooth`` (k) is flatter at small m, where the GPU is not yet full.
+    """
+
+    alpha_s: float = Field(ge=0)
+    beta_s: float = Field(ge=0, description="seconds per sample")
+    smooth: float = Field(default=1.0, ge=1.0)
+
+
+class SyncCurve(_Frozen):
+    """Gradient synchronisation of the full model: 0 on one GPU, else affine in the replicas beyond two, by placement."""
+
+    intra_alpha_s: float = Field(default=0.0, ge=0)
+    intra_beta_s: float = Field(default=0.0, ge=0)
+    inter_alpha_s: float = Field(default=0.0, ge=0)
+    inter_beta_s: float = Field(default=0.0, ge=0)
+
+
+class ThroughputParams(_Frozen):
+    """Parameters of the layer-aware DDP model, Eq. 4-7 (with the l = 0 consistency decision)."""
+
+    fwd: ComputeCurve
+    bwd: ComputeCurve
+    sync: SyncCurve = SyncCurve()
+    overlap_gamma: float = Field(default=1.0, ge=1.0, description="gamma of Eq. 5")
+    flop_alpha_s: float = Field(default=0.0, ge=0, description="part of T_bwd that freezing cannot remove (launch cost)")
+    flop_gamma: float = Field(default=1.0, gt=0, description="gamma_flop of Eq. 6")
+    sync_alpha_s: float = Field(default=0.0, ge=0, description="part of T_sync that freezing cannot remove")
+
+
+class OccupancyParams(_Frozen):
+    """Two linear regressions on (m, theta_l, omega_l): peak memory and GPU utilisation (section 8 of the paper)."""
+
+    mem_bytes: tuple[float, float, float, float] = Field(description="intercept, per sample, per theta, per omega")
+    util_pct: tuple[float, float, float, float]
+
+
+class Profile(_Frozen):
+    """Estimated cost of one job. Versioned: ``Profile.model_validate_json(path.read_text())``."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    name: str
+    layers: tuple[LayerCost, ...] = Field(min_length=1)
+    throughput: ThroughputParams
+    occupancy: OccupancyParams
+    samples_per_epoch: int = Field(gt=0)
+    min_local_batch: int = Field(default=1, ge=1)
+    max_local_batch: int = Field(ge=1)
+    gpu_type: str = "any"
+    provenance: str = Field(description="where each number comes from; 'modelled' where it was not measured")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @cached_property
+    def theta(self) -> FloatArray:
+        """theta_l for l = 0..L: FLOPs of the unfrozen layers over all, shape (L + 1,)."""
+        return _unfrozen_share(np.array([layer.flops for layer in self.layers]))
+
+    @cached_property
+    def omega(self) -> FloatArray:
+        """omega_l for l = 0..L: parameter bytes of the unfrozen layers over all, shape (L + 1,)."""
+        return _unfrozen_share(np.array([layer.param_bytes for layer in self.layers]))
+
+
+def _unfrozen_share(cost: FloatArray) -> FloatArray:
+    total = float(cost.sum())
+    if total <= 0:
+        return np.linspace(1.0, 0.0, len(cost) + 1)
+    share = 1.0 - np.concatenate(([0.0], np.cumsum(cost))) / total
+    share[-1] = 0.0
+    return np.clip(share, 0.0, 1.0)

@@ -1,0 +1,164 @@
+"""Job and cluster specifications: the typed form of what users write (parsing with line numbers: ``specfile``)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class BatchRule(_Frozen):
+    """A fixed global batch, or a range in powers of two from ``min`` to ``max`` (batch elasticity)."""
+
+    global_: int | None = Field(default=None, alias="global", ge=1, description="fixed global batch, samples")
+    min: int | None = Field(default=None, ge=1, description="smallest global batch, samples")
+    max: int | None = Field(default=None, ge=1, description="largest global batch, samples")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> BatchRule:
+        fixed, ranged = self.global_ is not None, self.min is not None or self.max is not None
+        if fixed == ranged or (ranged and (self.min is None or self.max is None)):
+            raise ValueError("give either {global: N} or {min: A, max: B}")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min ({self.min}) is larger than max ({self.max})")
+        return self
+
+    @property
+    def initial(self) -> int:
+        """M0: the batch a job starts with, samples."""
+        first = self.global_ if self.global_ is not None else self.min
+        assert first is not None
+        return first
+
+    def options(self) -> tuple[int, ...]:
+        """Every global batch the job may use, ascending: one, or ``min`` times powers of two up to ``max``."""
+        if self.min is None or self.max is None:
+            return (self.initial,)
+        return tuple(self.min << k for k in range(int(math.log2(self.max / self.min)) + 1))
+
+
+class FreezeRule(_Frozen):
+    """How deep a prefix the job lets be frozen, and by which rule."""
+
+    max_fraction: float = Field(default=0.9, ge=0.0, le=1.0, description="largest share of layers frozen")
+    rule: Literal["tuner", "none"] = Field(default="tuner", description="'tuner': argmax of effective progress")
+
+
+class Target(_Frozen):
+    """The validation metric that ends the job."""
+
+    metric: str = Field(default="accuracy", min_length=1)
+    value: float
+    mode: Literal["max", "min"] = "max"
+
+    def reached(self, metric: float) -> bool:
+        """Whether ``metric`` is at least as good as the target; NaN never is."""
+        return metric >= self.value if self.mode == "max" else metric <= self.value
+
+
+class JobSpec(_Frozen):
+    """One training job, as its user describes it. Immutable; progress lives in ``state``."""
+
+    name: str = Field(pattern=JOB_ID_PATTERN, description="unique among live jobs; also the job's id")
+    command: tuple[str, ...] | None = Field(
+        default=None, min_length=1, description="argv; {max_epochs}, {num_gpus}, {batch}, {checkpoint} are filled in"
+    )
+    entry: str | None = Field(
+        default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="package.module:function, called in each rank"
+    )
+    gpus: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="the GPU counts the job accepts, A_k")
+    batch: BatchRule
+    freeze: FreezeRule = FreezeRule()
+    target: Target | None = None
+    max_epochs: int = Field(ge=1, description="P0 = max_epochs x samples per epoch")
+    weight: float = Field(default=1.0, gt=0)
+    share: bool = Field(default=False, description="may share one GPU with one other job")
+    checkpoint: str | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
+    env: dict[str, str] = Field(default_factory=dict)
+
+    # Replays only (a trace reader fills these in).
+    workload: str | None = Field(default=None, description="a model of the catalogue; simulation only")
+    submit_s: float = Field(default=0.0, ge=0, description="submission time in a replay, s")
+    num_gpus: int | None = Field(default=None, ge=1, description="GPUs the user asked for; default: the largest of gpus")
+    duration_s: float | None = Field(
+        default=None, gt=0, description="logged service time at num_gpus, s: only oracle policies and the world read it"
+    )
+    labels: dict[str, str] = Field(default_factory=dict, description="user, VC, ...: carried through to jobs.csv")
+
+    @field_validator("gpus")
+    @classmethod
+    def _ascending(cls, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(gpus)) != len(gpus):
+            raise ValueError("a GPU count is given twice")
+        return tuple(sorted(gpus))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobSpec:
+        if sum(x is not None for x in (self.command, self.entry, self.workload)) != 1:
+            raise ValueError("give exactly one of command, entry (or workload, in a simulation)")
+        if self.share and 1 not in self.gpus:
+            raise ValueError("share: true needs 1 among gpus (only one-GPU jobs share)")
+        if self.num_gpus is not None and self.num_gpus not in self.gpus:
+            raise ValueError(f"num_gpus ({self.num_gpus}) is not one of gpus {list(self.gpus)}")
+        return self
+
+    @property
+    def job_id(self) -> str:
+        """The job's identity in events and logs."""
+        return self.name
+
+    @property
+    def requested_gpus(self) -> int:
+        """The count that rigid policies (fifo, srtf) give."""
+        return self.num_gpus if self.num_gpus is not None else self.gpus[-1]
+
+
+class NodeSpec(_Frozen):
+    """``count`` equal nodes."""
+
+    gpus: int = Field(ge=1, description="GPUs a node")
+    count: int = Field(default=1, ge=1)
+    gpu_type: str = "any"
+    gpu_mem_bytes: float = Field(default=80e9, gt=0)
+
+
+class ClusterSpec(_Frozen):
+    """The nodes of a cluster, in order. Node ``i`` of the flattened list is what placement calls node ``i``."""
+
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+
+    @property
+    def gpus_per_node(self) -> tuple[int, ...]:
+        """GPUs of every single node."""
+        return tuple(group.gpus for group in self.nodes for _ in range(group.count))
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs."""
+        return sum(group.gpus * group.count for group in self.nodes)
+
+    @property
+    def gpu_mem_bytes(self) -> float:
+        """Memory of the smallest GPU: what a sharing pair must fit in."""
+        return min(group.gpu_mem_bytes for group in self.nodes)
+
+    def label(self) -> str:
+        """``12x4`` for equal nodes, else ``2x8+4x4``."""
+        return "+".join(f"{group.count}x{group.gpus}" for group in self.nodes)
+
+
+def job_schema() -> dict[str, Any]:
+    """The published JSON schema of a job file."""
+    return JobSpec.model_json_schema(by_alias=True)
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The published JSON schema of a cluster file."""
+    return ClusterSpec.model_json_schema(by_alias=True)
