@@ -1,13 +1,15 @@
 """What is known of one training job's cost: layers, throughput and occupancy parameters.
 
-A :class:`Profile` holds *estimates*: the scheduler and the Layer Tuner read it, and a simulator's world keeps a truth of
-its own beside it. Symbols and equations: ``docs/model.md``. Profiles are versioned JSON files (``schema``).
+A :class:`Profile` holds *estimates*: the scheduler and the Layer Tuner read it, and a simulator's world
+keeps a truth of its own beside it. Symbols and equations: ``docs/model.md``. Profiles are versioned JSON
+files (``schema``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,14 @@ FloatArray = npt.NDArray[np.float64]
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
 
+    def __copy__(self) -> Self:
+        """A copy without cached values: ``model_copy(update=...)`` would otherwise keep those of the old
+        fields."""
+        copied = super().__copy__()
+        for name in set(copied.__dict__) - set(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
+
 
 class LayerCost(_Frozen):
     """One freezable unit, in forward order; it holds at least one trainable parameter."""
@@ -29,7 +39,8 @@ class LayerCost(_Frozen):
 
 
 class ComputeCurve(_Frozen):
-    """Time of one pass over a local batch m: ``((alpha_s^k + (beta_s * m)^k)^(1/k))``; k = 1 is the affine model.
+    """Time of one pass over a local batch m: ``((alpha_s^k + (beta_s * m)^k)^(1/k))``; k = 1 is the affine
+    model.
 
     A larger ``smooth`` (k) is flatter at small m, where the GPU is not yet full.
     """
@@ -40,7 +51,8 @@ class ComputeCurve(_Frozen):
 
 
 class SyncCurve(_Frozen):
-    """Gradient synchronisation of the full model: 0 on one GPU, else affine in the replicas beyond two, by placement."""
+    """Gradient synchronisation of the full model: 0 on one GPU, else affine in the replicas beyond two, by
+    placement."""
 
     intra_alpha_s: float = Field(default=0.0, ge=0)
     intra_beta_s: float = Field(default=0.0, ge=0)
@@ -55,13 +67,16 @@ class ThroughputParams(_Frozen):
     bwd: ComputeCurve
     sync: SyncCurve = SyncCurve()
     overlap_gamma: float = Field(default=1.0, ge=1.0, description="gamma of Eq. 5")
-    flop_alpha_s: float = Field(default=0.0, ge=0, description="part of T_bwd that freezing cannot remove (launch cost)")
+    flop_alpha_s: float = Field(
+        default=0.0, ge=0, description="part of T_bwd that freezing cannot remove (launch cost)"
+    )
     flop_gamma: float = Field(default=1.0, gt=0, description="gamma_flop of Eq. 6")
     sync_alpha_s: float = Field(default=0.0, ge=0, description="part of T_sync that freezing cannot remove")
 
 
 class OccupancyParams(_Frozen):
-    """Two linear regressions on (m, theta_l, omega_l): peak memory and GPU utilisation (section 8 of the paper)."""
+    """Two linear regressions on (m, theta_l, omega_l): peak memory and GPU utilisation (section 8 of the
+    paper)."""
 
     mem_bytes: tuple[float, float, float, float] = Field(description="intercept, per sample, per theta, per omega")
     util_pct: tuple[float, float, float, float]
@@ -95,6 +110,17 @@ class Profile(_Frozen):
     def omega(self) -> FloatArray:
         """omega_l for l = 0..L: parameter bytes of the unfrozen layers over all, shape (L + 1,)."""
         return _unfrozen_share(np.array([layer.param_bytes for layer in self.layers]))
+
+    @cached_property
+    def memo(self) -> dict[Hashable, object]:
+        """Tables derived from this (immutable) profile by ``estimate.tuner``; never compared, copied or
+        written."""
+        return {}
+
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        state["__dict__"] = {key: value for key, value in state["__dict__"].items() if key != "memo"}
+        return state
 
 
 def _unfrozen_share(cost: FloatArray) -> FloatArray:

@@ -1,0 +1,187 @@
+"""The options of one job (Eq. 16): its best configuration at every GPU count, and a Pareto set of shared
+ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
+from icefrog.estimate.tuner import TunerRule, TunerTable, best_per_gpu_count, max_frozen_layers, penalties
+from icefrog.profile import FloatArray, Profile
+from icefrog.spec import ClusterSpec
+from icefrog.types import Candidate, Config, Estimate, JobView
+
+BoolArray = npt.NDArray[np.bool_]
+
+MAX_SHARED_CANDIDATES = 8
+PRIOR_EFFICIENCY = 0.95
+"""What each doubling of the GPUs keeps of its speed-up, for a job that has not reported yet."""
+PRIOR_REMAINING_S = 3600.0
+"""Remaining time on one GPU assumed for such a job; it only sets how much the job's age weighs."""
+MIN_TTA_S = 1e-3
+
+
+def min_nodes(cluster: ClusterSpec, num_gpus: int) -> int | None:
+    """Fewest nodes of the (empty) cluster that hold ``num_gpus``; None: the cluster is too small."""
+    left, nodes = num_gpus, 0
+    for size in sorted(cluster.gpus_per_node, reverse=True):
+        if left <= 0:
+            break
+        left -= size
+        nodes += 1
+    return nodes if left <= 0 else None
+
+
+def candidates(
+    view: JobView,
+    cluster: ClusterSpec,
+    now_s: float,
+    *,
+    freeze: bool = True,
+    hysteresis: float = 0.0,
+    max_shared: int = MAX_SHARED_CANDIDATES,
+) -> tuple[Candidate, ...]:
+    """All options of one job, exclusive ones by rising GPU count, then shared ones by rising T_acc.
+
+    Args:
+        view: what is known of the job.
+        cluster: its size decides which counts fit, and how many nodes each spans at least.
+        now_s: for T_age.
+        freeze: False prices full training only (baselines).
+        hysteresis: least relative gain in E for which the estimate leaves the configuration the job runs
+            with.
+        max_shared: largest size of the shared set.
+
+    Returns:
+        Empty only if no GPU count fits the cluster and the batch. A job without a profile gets a prior:
+        PRIOR_EFFICIENCY for each doubling of the GPUs, PRIOR_REMAINING_S on one; it is never offered for
+        sharing (its memory is unknown).
+    """
+    age_s = max(now_s - view.submit_s, 0.0)
+    placements = _placements(view, cluster)
+    if view.profile is None:
+        return _prior_candidates(view, placements, age_s)
+    profile = view.profile
+    table = TunerTable.of(profile, _rule(view, profile, cluster, placements, freeze))
+    psi = _offered_psi(view, profile, freeze)
+    phi = _noise_scale(view)
+    remaining = _remaining_samples(view, profile)
+    current = view.config if view.running and not view.shared else None
+    best = best_per_gpu_count(table, psi, phi=phi, current=current, hysteresis=hysteresis)
+    options = [Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in best.values()]
+    if view.spec.share and table.position(1) is not None:
+        options += _shared_candidates(table, psi, phi, age_s, remaining, max_shared)
+    return tuple(options)
+
+
+def _placements(view: JobView, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
+    spans = ((gpus, min_nodes(cluster, gpus)) for gpus in view.spec.gpus)
+    return tuple((gpus, nodes) for gpus, nodes in spans if nodes is not None)
+
+
+def _rule(
+    view: JobView, profile: Profile, cluster: ClusterSpec, placements: tuple[tuple[int, int], ...], freeze:
+        bool
+) -> TunerRule:
+    spec = view.spec
+    if not freeze:
+        deepest = 0
+    elif spec.freeze.rule == "none":
+        deepest = profile.num_layers - 1
+    else:
+        deepest = max_frozen_layers(profile.num_layers, spec.freeze.max_fraction)
+    return TunerRule(placements, spec.batch.options(), spec.batch.initial, deepest, cluster.gpu_mem_bytes)
+
+
+def _offered_psi(view: JobView, profile: Profile, freeze: bool) -> FloatArray:
+    """psi of the depths that the job may use; where it freezes by a rule of its own, of its present depth
+    alone."""
+    stats = view.stats
+    known = freeze and stats is not None and len(stats.variance) == profile.num_layers
+    psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
+    if freeze and view.spec.freeze.rule == "none":
+        depth = min(view.frozen_layers, profile.num_layers - 1)
+        own = psi[depth] if np.isfinite(psi[depth]) else 1.0  # unpriced: the user's own decision is not
+        punished psi = np.full_like(psi, np.nan)
+        psi[depth] = own
+    return psi
+
+
+def _noise_scale(view: JobView) -> float | None:
+    if view.stats is None:
+        return None
+    signal = sum(view.stats.sqr_norm)
+    return sum(view.stats.variance) / signal if signal > 0 else None
+
+
+def _remaining_samples(view: JobView, profile: Profile) -> float:
+    if view.remaining_samples is not None:
+        return max(view.remaining_samples, 0.0)
+    return max(view.spec.max_epochs * profile.samples_per_epoch - view.effective_samples, 0.0)
+
+
+def _floored(estimate: Estimate) -> Estimate:
+    """T_acc > 0, since shares divide by it (a job submitted now with nothing left)."""
+    return estimate if estimate.tta_s >= MIN_TTA_S else replace(estimate, tta_s=MIN_TTA_S)
+
+
+def _shared_candidates(
+    table: TunerTable, psi: FloatArray, phi: float | None, age_s: float, remaining: float, limit: int
+) -> list[Candidate]:
+    """The Pareto set over (m, l) of (T_acc, memory, utilisation) on one shared GPU, the fastest first.
+
+    A configuration that breaks the sharing rule by itself is left out: it could never be half of a pair. A
+    set larger than ``limit`` is thinned evenly along T_acc; the fastest and the slowest (the smallest) stay.
+    """
+    index = table.position(1)
+    assert index is not None
+    progress = table.progress(psi, phi)[index]
+    mem, util = table.mem_bytes[index], table.util_pct[index]
+    fits = (progress > 0) & (MEM_SAFETY * mem <= table.rule.gpu_mem_bytes) & (util <= MAX_UTIL_PCT)
+    rows, depths = np.nonzero(fits)
+    if not rows.size or limit < 1:
+        return []
+    costs = np.stack([-progress[rows, depths], mem[rows, depths], util[rows, depths]], axis=1)
+    front = np.flatnonzero(pareto_front(costs))
+    front = front[np.argsort(costs[front, 0], kind="stable")]
+    if len(front) > limit:
+        front = front[np.unique(np.linspace(0, len(front) - 1, limit).round().astype(np.intp))]
+    chosen = [table.choice((index, int(rows[i]), int(depths[i])), psi, float(-costs[i, 0]), True, "") for i in front]
+    return [Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in chosen]
+
+
+def pareto_front(costs: FloatArray) -> BoolArray:
+    """Which rows of (N, d) no other row beats (<= everywhere, < somewhere); of equal rows the first stays."""
+    no_worse = np.all(costs[:, None, :] <= costs[None, :, :], axis=2)  # [i, j]: i is no worse than j
+    better = no_worse & ~no_worse.T
+    twin = no_worse & no_worse.T & (np.arange(len(costs))[:, None] < np.arange(len(costs))[None, :])
+    return np.asarray(~np.any(better | twin, axis=0))
+
+
+def _prior_candidates(view: JobView, placements: tuple[tuple[int, int], ...], age_s: float) -> tuple[Candidate, ...]:
+    """Options of a job that has not reported: throughput in units of one GPU's, memory and utilisation
+    unknown (0)."""
+    batches = view.spec.batch.options()
+    divided = [(gpus, next((m for m in batches if m % gpus == 0), None)) for gpus, _ in placements]
+    usable = [(gpus, batch) for gpus, batch in divided if batch is not None]
+    if not usable:  # no count divides the batch: let the job say so when it starts
+        usable = [(gpus, gpus * math.ceil(batches[0] / gpus)) for gpus, _ in placements[:1]]
+    options = []
+    for gpus, batch in usable:
+        speed_up = gpus * PRIOR_EFFICIENCY ** math.log2(gpus)
+        samples_per_s = speed_up * batches[0]  # one GPU: a step of the smallest batch a second
+        estimate = Estimate(
+            step_s=batch / samples_per_s,
+            throughput=samples_per_s,
+            psi=1.0,
+            effective_progress=samples_per_s,
+            mem_bytes=0.0,
+            util_pct=0.0,
+            tta_s=age_s + PRIOR_REMAINING_S / speed_up,
+        )
+        options.append(Candidate(Config(num_gpus=gpus, batch_per_gpu=batch // gpus), estimate))
+    return tuple(options)
