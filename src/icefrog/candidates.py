@@ -84,8 +84,7 @@ def _placements(view: JobView, cluster: ClusterSpec) -> tuple[tuple[int, int], .
 
 
 def _rule(
-    view: JobView, profile: Profile, cluster: ClusterSpec, placements: tuple[tuple[int, int], ...], freeze:
-        bool
+    view: JobView, profile: Profile, cluster: ClusterSpec, placements: tuple[tuple[int, int], ...], freeze: bool
 ) -> TunerRule:
     spec = view.spec
     if not freeze:
@@ -105,8 +104,8 @@ def _offered_psi(view: JobView, profile: Profile, freeze: bool) -> FloatArray:
     psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
     if freeze and view.spec.freeze.rule == "none":
         depth = min(view.frozen_layers, profile.num_layers - 1)
-        own = psi[depth] if np.isfinite(psi[depth]) else 1.0  # unpriced: the user's own decision is not
-        punished psi = np.full_like(psi, np.nan)
+        own = psi[depth] if np.isfinite(psi[depth]) else 1.0  # unpriced: no punishment
+        psi = np.full_like(psi, np.nan)
         psi[depth] = own
     return psi
 

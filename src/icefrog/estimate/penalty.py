@@ -45,8 +45,8 @@ def frozen_penalty(variance: npt.ArrayLike) -> FloatArray:
     scale = float(values.max())  # sums of huge values must not overflow
     psi = np.full(len(values) + 1, np.nan)
     if scale > 0:
-        suffix = np.append(np.cumsum((values / scale)[::-1])[::-1], 0.0)  # summed from the back: no
-        cancellation np.divide(suffix, suffix[0], out=psi, where=suffix > 0)
+        suffix = np.append(np.cumsum((values / scale)[::-1])[::-1], 0.0)  # from the back: no cancellation
+        np.divide(suffix, suffix[0], out=psi, where=suffix > 0)
     psi[0] = 1.0
     return psi
 

@@ -115,6 +115,6 @@ def throughput(
 ) -> FloatArray:
     """T(a, s, m, l) = M / T_iter * lambda, samples/s (Eq. 4); arguments as :func:`step_s`, lambda = 0.9
     when shared."""
-    global_batch = np.asarray(num_gpus, dtype=np.float64) * np.asarray(batch_per_gpu) *
-    np.asarray(accum_steps) speed = global_batch / step_s(profile, num_gpus, num_nodes, batch_per_gpu,
-    frozen_layers, accum_steps) return np.asarray(speed * (SHARE_SLOWDOWN if shared else 1.0))
+    samples = np.asarray(num_gpus, dtype=np.float64) * np.asarray(batch_per_gpu) * np.asarray(accum_steps)
+    speed = samples / step_s(profile, num_gpus, num_nodes, batch_per_gpu, frozen_layers, accum_steps)
+    return np.asarray(speed * (SHARE_SLOWDOWN if shared else 1.0))

@@ -158,8 +158,9 @@ class TunerTable:
         index = self._positions.get(config.num_gpus)
         if index is None or not 0 <= config.frozen_layers < len(self.depths):
             return None
-        match = (self.batch_per_gpu[index] == config.batch_per_gpu) & (self.accum_steps[index] ==
-        config.accum_steps) row = int(match.argmax()) if match.any() else -1
+        same_accum = self.accum_steps[index] == config.accum_steps
+        match = same_accum & (self.batch_per_gpu[index] == config.batch_per_gpu)
+        row = int(match.argmax()) if match.any() else -1
         if row < 0 or not self.legal[index, row, config.frozen_layers]:
             return None
         return index, row, config.frozen_layers
@@ -228,8 +229,8 @@ def best_per_gpu_count(
     progress = table.progress(psi, phi)
     if progress.size == 0:
         return {}
-    by_depth = np.swapaxes(progress, 1, 2).reshape(len(progress), -1)  # depth before row: ties go to the
-    shallowest flat = by_depth.argmax(axis=1)
+    by_depth = np.swapaxes(progress, 1, 2).reshape(len(progress), -1)  # ties go to the shallowest depth
+    flat = by_depth.argmax(axis=1)
     depths, rows = np.divmod(flat, progress.shape[1])
     held = table.find(current) if current is not None else None
     choices: dict[int, TunerChoice] = {}
@@ -243,7 +244,8 @@ def best_per_gpu_count(
             kept = float(progress[held])
             if kept > 0.0 and value <= kept * (1.0 + hysteresis) * (1.0 + 1e-12):
                 cell, value = held, kept
-                reason = f"kept at {held[2]} frozen: the best would gain {100 * (float(progress[index].max()) / kept - 1):.1f} %"
+                gain = float(progress[index].max()) / kept - 1.0
+                reason = f"kept at {held[2]} frozen: the best would gain {gain:.1%}"
         choices[num_gpus] = table.choice(cell, psi, value, shared, reason)
     return choices
 
