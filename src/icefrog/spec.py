@@ -68,12 +68,18 @@ class JobSpec(_Frozen):
 
     name: str = Field(pattern=JOB_ID_PATTERN, description="unique among live jobs; also the job's id")
     command: tuple[str, ...] | None = Field(
-        default=None, min_length=1, description="argv; {max_epochs}, {num_gpus}, {batch}, {checkpoint} are filled in"
+        default=None,
+        min_length=1,
+        description="argv; {max_epochs}, {num_gpus}, {batch}, {checkpoint} are filled in",
     )
     entry: str | None = Field(
-        default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", description="package.module:function, called in each rank"
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="package.module:function, called in each rank",
     )
-    gpus: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, description="the GPU counts the job accepts, A_k")
+    gpus: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        min_length=1, description="the GPU counts the job accepts, A_k"
+    )
     batch: BatchRule
     freeze: FreezeRule = FreezeRule()
     target: Target | None = None
@@ -86,9 +92,13 @@ class JobSpec(_Frozen):
     # Replays only (a trace reader fills these in).
     workload: str | None = Field(default=None, description="a model of the catalogue; simulation only")
     submit_s: float = Field(default=0.0, ge=0, description="submission time in a replay, s")
-    num_gpus: int | None = Field(default=None, ge=1, description="GPUs the user asked for; default: the largest of gpus")
+    num_gpus: int | None = Field(
+        default=None, ge=1, description="GPUs the user asked for; default: the largest of gpus"
+    )
     duration_s: float | None = Field(
-        default=None, gt=0, description="logged service time at num_gpus, s: only oracle policies and the world read it"
+        default=None,
+        gt=0,
+        description="logged service time at num_gpus, s: only oracle policies and the world read it",
     )
     labels: dict[str, str] = Field(default_factory=dict, description="user, VC, ...: carried through to jobs.csv")
 

@@ -17,7 +17,7 @@ class GpuId(NamedTuple):
     """One GPU: node index in the cluster, device index in the node."""
 
     node: int
-    index: int
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class Snapshot:
     jobs: tuple[JobView, ...]
     seed: int = 0
     memory: Json = None
+    oracle_remaining_s: Mapping[str, float] | None = (
+        None  # true service time left; only policies that say 'oracle' get it
+    )
 
 
 Candidates: TypeAlias = Mapping[str, tuple[Candidate, ...]]

@@ -1,0 +1,142 @@
+"""The one loop: poll, log, handle, log, submit. Only the clock and the executor differ between simulation and reality."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from icefrog import events as ev
+from icefrog.controller import Controller, Step
+from icefrog.executors.base import Executor
+
+
+class Clock(Protocol):
+    """Time, and the only way to let it pass."""
+
+    def now_s(self) -> float:
+        """Seconds: since the epoch, or since the start of a trace."""
+        ...
+
+    def wait_until(self, time_s: float) -> None:
+        """Let time pass, at most until then; a real clock may come back earlier to look for events."""
+        ...
+
+
+class RealClock:
+    """Wall-clock time."""
+
+    def __init__(self, poll_s: float = 0.2) -> None:
+        self.poll_s = poll_s
+
+    def now_s(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def wait_until(self, time_s: float) -> None:
+        """Sleep for ``poll_s`` at most."""
+        time.sleep(max(0.0, min(self.poll_s, time_s - time.time())))
+
+
+class VirtualClock:
+    """Simulated time: jumps."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """Seconds since the start of the simulation."""
+        return self._now_s
+
+    def wait_until(self, time_s: float) -> None:
+        """Be there at once. Time never goes back."""
+        self._now_s = max(self._now_s, time_s)
+
+
+class LogWriter(Protocol):
+    """Where records go. ``append`` returns when they are safe."""
+
+    def append(self, records: Sequence[ev.AnyRecord]) -> None:
+        """Write records in order, all or none."""
+        ...
+
+
+class Inbox(Protocol):
+    """Events that other processes put in (submissions, cancellations). They are in the log already."""
+
+    def receive(self) -> list[ev.Event]:
+        """What came in since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One pass of the loop, for whoever watches."""
+
+    now_s: float
+    events: Sequence[ev.Event]
+    step: Step
+    decision_s: float
+
+
+class StallError(Exception):
+    """Nothing can happen any more, yet jobs are unfinished (fault S13)."""
+
+
+def run(
+    controller: Controller,
+    executor: Executor,
+    log: LogWriter,
+    clock: Clock,
+    *,
+    round_s: float,
+    inbox: Inbox | None = None,
+    keep_going: Callable[[], bool] = lambda: True,
+    on_turn: Callable[[Turn], None] = lambda turn: None,
+    until_idle: bool = True,
+) -> None:
+    """Run until every job is finished (``until_idle``) or ``keep_going`` says no.
+
+    Write-ahead: events are logged before they are handled, commands before they are carried out; whatever is interrupted can
+    be taken up from the log. Raises :class:`StallError` naming the jobs when a simulation cannot go on.
+    """
+    executor.adopt(controller.state)
+    next_round_s = clock.now_s()
+    idle_rounds = 0
+    while keep_going():
+        incoming = inbox.receive() if inbox is not None else []
+        busy = bool(controller.state.active)
+        polled = executor.poll(next_round_s if busy else float("inf"))
+        events: list[ev.Event] = [*incoming, *polled]
+        if polled:
+            log.append(polled)
+        now_s = clock.now_s()
+        if not events and now_s < next_round_s:
+            if until_idle and not controller.state.active and executor.idle():
+                return
+            clock.wait_until(next_round_s)
+            now_s = clock.now_s()
+        if now_s >= next_round_s and (controller.state.active or events):
+            tick = ev.Tick(time_s=now_s)
+            log.append([tick])
+            events.append(tick)
+            next_round_s = now_s + round_s
+            idle_rounds = idle_rounds + 1 if until_idle and executor.idle() else 0
+        elif now_s >= next_round_s:
+            if until_idle and executor.idle():
+                return
+            next_round_s = now_s + round_s
+        if not events:
+            continue
+        started = time.perf_counter()
+        step = controller.handle(events)
+        decision_s = time.perf_counter() - started
+        log.append([*step.facts, *step.commands])
+        executor.submit(step.commands)
+        if step.commands:
+            idle_rounds = 0
+        if idle_rounds > 3 and isinstance(clock, VirtualClock):
+            names = ", ".join(list(controller.state.active)[:5])
+            raise StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
+        on_turn(Turn(now_s, events, step, decision_s))

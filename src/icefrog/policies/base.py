@@ -1,0 +1,43 @@
+"""What a scheduling policy is: a pure function from a snapshot and the jobs' candidates to a plan.
+
+A new policy is one file with one class and one line in :mod:`icefrog.policies`; ``docs/add-a-policy.md`` walks through it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from icefrog.types import Candidate, Candidates, Plan, Snapshot
+
+
+class Options(BaseModel):
+    """A policy's knobs: a frozen model, so that ``--set policy.key=value`` is parsed and checked by its types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Policy(Protocol):
+    """The interface. An instance holds its options and nothing else: a fresh one decides the same."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    """The paper (or textbook) it follows, one line."""
+    oracle: ClassVar[bool]
+    """Whether it reads true remaining times (``Snapshot.oracle_remaining_s``)."""
+    freezes: ClassVar[bool]
+    """Whether jobs may freeze layers under it; otherwise candidates hold l = 0 and grants forbid freezing."""
+    Options: ClassVar[type[Options]]
+
+    def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
+        """Choose at most one candidate a job. Pure: same arguments, same plan."""
+        ...
+
+
+def exclusive(candidates: Candidates, job_id: str, num_gpus: int) -> Candidate | None:
+    """The job's unshared candidate for a GPU count, or None."""
+    for candidate in candidates.get(job_id, ()):
+        if not candidate.config.shared and candidate.config.num_gpus == num_gpus:
+            return candidate
+    return None

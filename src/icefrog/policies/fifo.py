@@ -1,0 +1,56 @@
+"""First in, first out, at the requested GPU count, with optional back-filling."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from icefrog.policies import base
+from icefrog.types import Candidate, Candidates, Plan, Snapshot
+
+
+class Fifo:
+    """Jobs run in order of submission, at the GPU count they asked for, and are never interrupted.
+
+    Without back-filling the first job that does not fit blocks those behind it. With ``backfill`` later jobs may use what it
+    leaves over, which can delay it for as long as smaller jobs keep coming (no reservation is made).
+    """
+
+    name: ClassVar[str] = "fifo"
+    source: ClassVar[str] = "textbook: first come, first served; rigid GPU requests, no preemption"
+    oracle: ClassVar[bool] = False
+    freezes: ClassVar[bool] = False
+
+    class Options(base.Options):
+        """Knobs of ``fifo``."""
+
+        backfill: bool = Field(default=False, description="let later jobs pass one that does not fit")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
+        """Keep what runs; admit by order of submission while GPUs last."""
+        free = snapshot.cluster.num_gpus - sum(job.num_gpus for job in snapshot.jobs if job.running)
+        choices: dict[str, Candidate] = {}
+        reasons: dict[str, str] = {}
+        blocked_by: str | None = None
+        for job in snapshot.jobs:
+            wanted = job.num_gpus if job.running else job.spec.requested_gpus
+            candidate = base.exclusive(candidates, job.job_id, wanted)
+            if candidate is None:
+                reasons[job.job_id] = f"cannot run on {wanted} GPUs here"
+            elif job.running:
+                choices[job.job_id] = candidate
+                reasons[job.job_id] = f"runs on the {wanted} GPUs it asked for"
+            elif blocked_by is not None and not self.options.backfill:
+                reasons[job.job_id] = f"waits behind {blocked_by}, which was submitted earlier"
+            elif wanted > free:
+                blocked_by = blocked_by or job.job_id
+                reasons[job.job_id] = f"needs {wanted} GPUs, {free} are free"
+            else:
+                free -= wanted
+                choices[job.job_id] = candidate
+                reasons[job.job_id] = f"its turn: starts on the {wanted} GPUs it asked for"
+        return Plan(choices=choices, reasons=reasons)
