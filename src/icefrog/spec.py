@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$"
+
+
+def _no_bool(value: object) -> object:
+    """YAML's ``yes`` is a bool, which Python would take for the number 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+"""A whole number from 1: neither a text nor a bool nor 2.0."""
+Number = Annotated[float, BeforeValidator(_no_bool)]
+"""A finite number; texts like '8e10' (which YAML does not read as a number) are accepted."""
 
 
 class _Frozen(BaseModel):
@@ -17,9 +30,9 @@ class _Frozen(BaseModel):
 class BatchRule(_Frozen):
     """A fixed global batch, or a range in powers of two from ``min`` to ``max`` (batch elasticity)."""
 
-    global_: int | None = Field(default=None, alias="global", ge=1, description="fixed global batch, samples")
-    min: int | None = Field(default=None, ge=1, description="smallest global batch, samples")
-    max: int | None = Field(default=None, ge=1, description="largest global batch, samples")
+    global_: Count | None = Field(default=None, alias="global", description="fixed global batch, samples")
+    min: Count | None = Field(default=None, description="smallest global batch, samples")
+    max: Count | None = Field(default=None, description="largest global batch, samples")
 
     @model_validator(mode="after")
     def _one_form(self) -> BatchRule:
@@ -47,7 +60,7 @@ class BatchRule(_Frozen):
 class FreezeRule(_Frozen):
     """How deep a prefix the job lets be frozen, and by which rule."""
 
-    max_fraction: float = Field(default=0.9, ge=0.0, le=1.0, description="largest share of layers frozen")
+    max_fraction: Number = Field(default=0.9, ge=0.0, le=1.0, description="largest share of layers frozen")
     rule: Literal["tuner", "none"] = Field(default="tuner", description="'tuner': argmax of effective progress")
 
 
@@ -55,7 +68,7 @@ class Target(_Frozen):
     """The validation metric that ends the job."""
 
     metric: str = Field(default="accuracy", min_length=1)
-    value: float
+    value: Number
     mode: Literal["max", "min"] = "max"
 
     def reached(self, metric: float) -> bool:
@@ -77,14 +90,12 @@ class JobSpec(_Frozen):
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
         description="package.module:function, called in each rank",
     )
-    gpus: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        min_length=1, description="the GPU counts the job accepts, A_k"
-    )
+    gpus: tuple[Count, ...] = Field(min_length=1, description="the GPU counts the job accepts, A_k")
     batch: BatchRule
     freeze: FreezeRule = FreezeRule()
     target: Target | None = None
-    max_epochs: int = Field(ge=1, description="P0 = max_epochs x samples per epoch")
-    weight: float = Field(default=1.0, gt=0)
+    max_epochs: Count = Field(description="P0 = max_epochs x samples per epoch")
+    weight: Number = Field(default=1.0, gt=0)
     share: bool = Field(default=False, description="may share one GPU with one other job")
     checkpoint: str | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
     env: dict[str, str] = Field(default_factory=dict)
@@ -113,6 +124,10 @@ class JobSpec(_Frozen):
     def _consistent(self) -> JobSpec:
         if sum(x is not None for x in (self.command, self.entry, self.workload)) != 1:
             raise ValueError("give exactly one of command, entry (or workload, in a simulation)")
+        if not any(batch % count == 0 for batch in self.batch.options() for count in self.gpus):
+            raise ValueError(
+                f"no batch of {list(self.batch.options())} can be split over any of gpus {list(self.gpus)}"
+            )
         if self.share and 1 not in self.gpus:
             raise ValueError("share: true needs 1 among gpus (only one-GPU jobs share)")
         if self.num_gpus is not None and self.num_gpus not in self.gpus:
@@ -133,10 +148,10 @@ class JobSpec(_Frozen):
 class NodeSpec(_Frozen):
     """``count`` equal nodes."""
 
-    gpus: int = Field(ge=1, description="GPUs a node")
-    count: int = Field(default=1, ge=1)
+    gpus: Count = Field(description="GPUs a node")
+    count: Count = 1
     gpu_type: str = "any"
-    gpu_mem_bytes: float = Field(default=80e9, gt=0)
+    gpu_mem_bytes: Number = Field(default=80e9, gt=0)
 
 
 class ClusterSpec(_Frozen):

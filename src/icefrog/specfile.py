@@ -1,0 +1,251 @@
+"""Job and cluster files: YAML with line numbers, checked against the models in ``spec``.
+
+Wrong input raises :class:`icefrog.errors.UserError` naming file, line, key, the value given and the values allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from icefrog.errors import UserError
+from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
+
+M = TypeVar("M", bound=BaseModel)
+
+_MAX_FILE_BYTES = 1_000_000
+_CLUSTER_PATTERN = re.compile(r"^(\d+)x(\d+)(?::([A-Za-z0-9._-]+))?$")
+GPU_MEM_BYTES: Mapping[str, float] = {
+    "t4": 16e9,
+    "rtx": 11e9,
+    "a100-40gb": 40e9,
+    "a100-80gb": 80e9,
+    "a800-80gb": 80e9,
+    "h100-80gb": 80e9,
+}
+"""Memory by GPU type, as the vendors state it; ``--cluster 12x4:TYPE`` accepts these."""
+
+
+def load_job(path: Path) -> JobSpec:
+    """Read a job file. Raises :class:`UserError`; a replay's fields (``workload``, ``submit_s`` ...) are refused."""
+    return _load(path, JobSpec, forbidden=("workload", "submit_s", "num_gpus", "duration_s"), kind="job")
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """Read a cluster file: ``nodes: [{count: 12, gpus: 4, gpu_type: a800-80gb, gpu_mem_bytes: 8.0e10}, ...]``."""
+    return _load(path, ClusterSpec, forbidden=(), kind="cluster")
+
+
+def parse_cluster(text: str) -> ClusterSpec:
+    """``12x4``, ``12x4:a100-80gb``, or the path of a cluster file."""
+    match = _CLUSTER_PATTERN.match(text)
+    if match is None:
+        if text.endswith((".yaml", ".yml")) or Path(text).exists():
+            return load_cluster(Path(text))
+        raise UserError(
+            f"--cluster: {text!r} is neither NODESxGPUS[:TYPE] nor a YAML file",
+            "for example 12x4, 12x4:a100-80gb, or cluster.yaml",
+        )
+    count, gpus, gpu_type = int(match[1]), int(match[2]), match[3] or "any"
+    if not 1 <= count <= 100_000 or not 1 <= gpus <= 64:
+        raise UserError(f"--cluster: {text!r} is not a cluster", "1 to 100000 nodes of 1 to 64 GPUs, for example 12x4")
+    if gpu_type != "any" and gpu_type not in GPU_MEM_BYTES:
+        raise UserError(f"--cluster: unknown GPU type {gpu_type!r}", f"known types: {', '.join(GPU_MEM_BYTES)}")
+    mem_bytes = GPU_MEM_BYTES.get(gpu_type, 80e9)
+    return ClusterSpec(nodes=(NodeSpec(gpus=gpus, count=count, gpu_type=gpu_type, gpu_mem_bytes=mem_bytes),))
+
+
+# -- YAML with lines ------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path, model: type[M], *, forbidden: tuple[str, ...], kind: str) -> M:
+    text = _read_text(path, kind)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark is not None else 1
+        problem = getattr(error, "problem", None) or "it cannot be read as YAML"
+        raise UserError(
+            f"{path}:{line}: not valid YAML: {problem}", "check indentation, quotes and brackets there"
+        ) from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UserError(f"{path}:1: a value cannot be read: {error}", "check dates and numbers; quote texts") from error
+    if root is None or not isinstance(data, dict):
+        raise UserError(f"{path}:1: a {kind} file is a mapping of keys to values", _example(kind))
+    if duplicate := _duplicate_key(root):
+        key, line = duplicate
+        raise UserError(f"{path}:{line}: {key}: the key is given twice", "keep one of the two lines")
+    for key in forbidden:
+        if key in data:
+            raise UserError(
+                f"{path}:{_line(root, (key,))}: {key}: only a replayed trace sets this key",
+                f"allowed keys: {', '.join(sorted(set(_keys(model)) - set(forbidden)))}",
+            )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        details = min(error.errors(), key=lambda e: (_line(root, e["loc"]), e["type"] != "extra_forbidden"))
+        raise _explain(path, root, model, details, forbidden) from error
+
+
+def _read_text(path: Path, kind: str) -> str:
+    try:
+        if path.is_dir():
+            raise UserError(
+                f"{path}: is a folder, not a {kind} file", f"give the path of a YAML file; {_example(kind)}"
+            )
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise UserError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes", f"is this a {kind} file?")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file", f"give the path of a {kind} file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not text (byte {error.start} is not UTF-8)", f"is this a {kind} file?") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read: {reason}", "check the path and its permissions") from error
+
+
+def _example(kind: str) -> str:
+    if kind == "job":
+        return (
+            "for example: name: a / command: [python, train.py] / gpus: [1, 2] / batch: {global: 64} / max_epochs: 10"
+        )
+    return "for example: nodes: [{count: 12, gpus: 4}]"
+
+
+def _duplicate_key(node: yaml.Node) -> tuple[str, int] | None:
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(getattr(key, "value", key))
+            if name in seen:
+                return name, key.start_mark.line + 1
+            seen.add(name)
+            if found := _duplicate_key(value):
+                return found
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            if found := _duplicate_key(item):
+                return found
+    return None
+
+
+def _line(node: yaml.Node, loc: tuple[int | str, ...]) -> int:
+    """The line of the innermost node of ``loc`` that exists in the file (1-based)."""
+    line = node.start_mark.line + 1
+    for part in loc:
+        if isinstance(node, yaml.MappingNode):
+            match = next(((k, v) for k, v in node.value if getattr(k, "value", None) == str(part)), None)
+            if match is None:
+                break
+            line, node = match[0].start_mark.line + 1, match[1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+# -- messages -------------------------------------------------------------------------------------------------------------
+
+
+def _explain(
+    path: Path, root: yaml.Node, model: type[BaseModel], error: ErrorDetails, forbidden: tuple[str, ...]
+) -> UserError:
+    loc = tuple(part for part in error["loc"])
+    key = ".".join(str(part) for part in loc)
+    where = f"{path}:{_line(root, loc)}"
+    owner = _model_at(model, loc[:-1])
+    if error["type"] == "extra_forbidden":
+        allowed = sorted(set(_keys(owner)) - set(forbidden))
+        close = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
+        meant = f"did you mean {close[0]}? " if close else ""
+        return UserError(
+            f"{where}: {key}: unknown key (given: {_short(error['input'])})", f"{meant}allowed: {', '.join(allowed)}"
+        )
+    if error["type"] == "missing":
+        return UserError(f"{where}: {key}: is missing", f"{key} is {_describe(owner, loc)}")
+    message = error["msg"].removeprefix("Value error, ")
+    return UserError(
+        f"{where}: {key or 'file'}: {message[:1].lower() + message[1:]} (given: {_short(error['input'])})",
+        f"{key or 'the file'}: {_describe(owner, loc)}",
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _unwrapped(annotation: object) -> list[Any]:
+    """The members of a union, tuple elements included: the models that may sit below a key."""
+    if get_origin(annotation) in (Union, UnionType, tuple):
+        return [leaf for arg in get_args(annotation) for leaf in _unwrapped(arg)]
+    return [annotation]
+
+
+def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that holds the last key of ``loc``."""
+    for part in loc:
+        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
+        inner = _unwrapped(field.annotation) if field is not None else []
+        model = next((m for m in inner if isinstance(m, type) and issubclass(m, BaseModel)), model)
+    return model
+
+
+_FORMS = {
+    "name": "letters, digits, '.', '_' and '-', at most 120, starting with a letter or digit",
+    "command": "a list of texts: the program and its arguments, e.g. [python, train.py]",
+    "entry": "package.module:function",
+    "gpus": "a list of different whole numbers from 1, e.g. [1, 2, 4]",
+    "batch": "{global: N} or {min: A, max: B}, whole numbers from 1",
+    "global": "a whole number from 1",
+    "min": "a whole number from 1",
+    "max": "a whole number from 1",
+    "freeze": "{max_fraction: 0..1, rule: tuner | none}",
+    "max_fraction": "a number from 0 to 1",
+    "rule": "tuner or none",
+    "target": "{metric: NAME, value: NUMBER, mode: max | min}",
+    "metric": "the name of the metric, e.g. accuracy",
+    "value": "a finite number",
+    "mode": "max or min",
+    "max_epochs": "a whole number from 1",
+    "weight": "a number above 0",
+    "share": "true or false",
+    "checkpoint": "the path of a folder",
+    "env": 'a mapping of names to texts, e.g. {OMP_NUM_THREADS: "1"} (numbers in quotes)',
+    "labels": "a mapping of names to texts",
+    "nodes": "a list of {count: N, gpus: G}, whole numbers from 1",
+    "count": "a whole number from 1",
+    "gpu_type": "a text",
+    "gpu_mem_bytes": "a number above 0, bytes",
+}
+
+
+def _describe(owner: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """What is allowed under the key (its own form, or the nearest one around it)."""
+    for part in reversed(loc):
+        if str(part) in _FORMS:
+            return _FORMS[str(part)]
+    required = [f.alias or n for n, f in owner.model_fields.items() if f.is_required()]
+    return (
+        f"needs {', '.join(required)}, and exactly one of command, entry"
+        if owner is JobSpec
+        else f"needs {', '.join(required)}"
+    )
