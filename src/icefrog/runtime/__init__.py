@@ -1,0 +1,33 @@
+"""The training side: freezing, statistics, resize, checkpoints, and the reports to the controller.
+
+``icefrog.runtime.protocol`` needs no torch; everything else does, and is imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from icefrog.runtime.elastic import Decision as Decision
+    from icefrog.runtime.elastic import LayerElastic as LayerElastic
+    from icefrog.runtime.elastic import Stopped as Stopped
+    from icefrog.runtime.sampler import ElasticSampler as ElasticSampler
+    from icefrog.runtime.wrapping import DivergenceError as DivergenceError
+
+__all__ = ["Decision", "DivergenceError", "ElasticSampler", "LayerElastic", "Stopped"]
+
+_HOME = {
+    "Decision": "elastic",
+    "DivergenceError": "wrapping",
+    "ElasticSampler": "sampler",
+    "LayerElastic": "elastic",
+    "Stopped": "elastic",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

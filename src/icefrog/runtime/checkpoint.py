@@ -1,0 +1,212 @@
+"""Checkpoints on disk: atomic, verified by a digest, the last two kept; optimizer state keyed by parameter name.
+
+A checkpoint is two files: ``NNNNNNNN.pt`` (tensors and plain values, loadable with ``weights_only=True``) and
+``NNNNNNNN.json`` (its SHA-256, size and a summary). The second is written last: without it, or when the digest does not
+match, the checkpoint does not count and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+
+KEEP = 2
+
+
+class CheckpointStore:
+    """The checkpoints of one job in one folder.
+
+    Args:
+        folder: created when first written to.
+        keep: how many are kept.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = KEEP) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def save(self, state: dict[str, Any], summary: dict[str, Any]) -> Path:
+        """Write one more checkpoint; when this returns it is on disk. ``summary``: a few JSON values for humans."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = max((_number(path) for path in self.folder.glob("*.pt")), default=0) + 1
+        path = self.folder / f"{number:08d}.pt"
+        temporary = path.with_suffix(".pt.tmp")
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            _sync(file)
+        digest, size = _digest(temporary)
+        temporary.replace(path)
+        manifest = path.with_suffix(".json")
+        temporary = path.with_suffix(".json.tmp")
+        with temporary.open("w") as text:
+            json.dump({"schema": 1, "sha256": digest, "bytes": size, **summary}, text)
+            _sync(text)
+        temporary.replace(manifest)
+        _sync_folder(self.folder)
+        self._forget_old()
+        return path
+
+    def paths(self) -> list[Path]:
+        """Complete checkpoints, newest first (not verified)."""
+        return sorted(
+            (path for path in self.folder.glob("*.pt") if path.with_suffix(".json").exists()),
+            key=_number,
+            reverse=True,
+        )
+
+    def newest_valid(self) -> Path | None:
+        """The newest checkpoint whose digest matches. Warns about each one that had to be passed over."""
+        for path in self.paths():
+            problem = _problem(path)
+            if problem is None:
+                return path
+            warnings.warn(f"checkpoint {path} is damaged ({problem}): using the one before it", stacklevel=2)
+        return None
+
+    def _forget_old(self) -> None:
+        kept = {path.stem for path in self.paths()[: self.keep]}
+        for path in self.folder.iterdir():
+            if path.stem.split(".")[0].isdigit() and path.name.split(".")[0] not in kept:
+                path.unlink(missing_ok=True)
+
+
+def load(path: Path, device: torch.device) -> dict[str, Any]:
+    """The state of a verified checkpoint."""
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    return state
+
+
+def _number(path: Path) -> int:
+    return int(path.stem) if path.stem.isdigit() else 0
+
+
+def _problem(path: Path) -> str | None:
+    try:
+        manifest = json.loads(path.with_suffix(".json").read_text())
+        if _digest(path) != (manifest["sha256"], manifest["bytes"]):
+            return "its digest does not match"
+    except (OSError, ValueError, KeyError) as error:
+        return str(error)
+    return None
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with parameter names in place of positions.
+
+    Parameters that are not of the model (a learned loss weight) are named by group and position.
+    """
+    names = _names(model, optimizer)
+    packed = optimizer.state_dict()
+    groups = []
+    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**settings, "params": [names[id(param)] for param in live["params"]]})
+    by_index = dict(_indexed(packed, optimizer))
+    state = {names[id(param)]: packed["state"][index] for index, param in by_index.items() if index in packed["state"]}
+    return {"groups": groups, "state": state}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore by name, whatever the order of parameters in the groups is now.
+
+    Raises:
+        UserError: the groups hold other parameters than when it was saved.
+    """
+    names = _names(model, optimizer)
+    now = [{names[id(param)] for param in group["params"]} for group in optimizer.param_groups]
+    then = [set(group["params"]) for group in saved["groups"]]
+    if now != then:
+        odd = sorted(set().union(*now) ^ set().union(*then))
+        what = f"{', '.join(odd[:5])}" if odd else "the same parameters in other groups"
+        raise UserError(
+            f"the optimizer's parameter groups differ from the checkpoint's: {what}",
+            "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
+        )
+    packed = optimizer.state_dict()
+    groups = [
+        {**{key: value for key, value in old.items() if key != "params"}, "params": group["params"]}
+        for old, group in zip(saved["groups"], packed["param_groups"], strict=True)
+    ]
+    state = {
+        index: saved["state"][names[id(param)]]
+        for index, param in _indexed(packed, optimizer)
+        if names[id(param)] in saved["state"]
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _indexed(packed: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(group["params"], live["params"], strict=True)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            names.setdefault(id(param), f"extra.{number}.{position}")
+    return names
+
+
+def rng_state() -> dict[str, Any]:
+    """States of the generators of this process: torch, CUDA, numpy (global), python."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - users draw from it
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [
+            str(kind),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def set_rng_state(state: dict[str, Any], rank: int) -> None:
+    """Rank 0 goes on exactly where it was; other ranks, which may be new, are seeded apart from it."""
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if rank > 0:
+        seed = int(torch.randint(2**31, ()).item()) + rank
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        random.seed(seed)

@@ -1,0 +1,134 @@
+"""The file protocol between an executor and a running job. No torch here: executors import it.
+
+The executor gives each rank an environment (:class:`Grant` as JSON in ``ICEFROG_GRANT``, and the names below) and a folder
+per attempt. Rank 0 appends JSON lines to ``reports.jsonl`` in that folder, each with a single write; the executor asks for
+a stop by creating a file ``stop`` in it, and changes the bounds of a running job by replacing ``grant.json`` in it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from icefrog.profile import Profile
+from icefrog.spec import Target
+
+ENV_JOB_ID = "ICEFROG_JOB_ID"
+ENV_ATTEMPT = "ICEFROG_ATTEMPT"
+ENV_ATTEMPT_DIR = "ICEFROG_ATTEMPT_DIR"
+ENV_CHECKPOINT_DIR = "ICEFROG_CHECKPOINT_DIR"
+ENV_GRANT = "ICEFROG_GRANT"
+
+REPORTS_FILE = "reports.jsonl"
+STOP_FILE = "stop"
+GRANT_FILE = "grant.json"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Grant(_Frozen):
+    """What the scheduler gave this attempt: resources and bounds. Inside them the job's own tuner decides."""
+
+    num_gpus: int = Field(ge=1)
+    num_nodes: int = Field(default=1, ge=1)
+    batch_per_gpu: int = Field(ge=1)
+    accum_steps: int = Field(default=1, ge=1)
+    global_batch: int = Field(ge=1)
+    min_frozen_layers: int = Field(default=0, ge=0)
+    max_frozen_layers: int | None = Field(default=None, ge=0, description="None: max_fraction alone bounds it")
+    max_fraction: float = Field(default=0.9, ge=0, le=1)
+    rule: Literal["tuner", "none"] = "tuner"
+    shared: bool = False
+    target: Target | None = None
+    max_epochs: int | None = Field(default=None, ge=1)
+
+
+class Report(_Frozen):
+    """Common to all lines of ``reports.jsonl``."""
+
+    time_s: float = Field(description="seconds since the epoch")
+
+
+class Started(Report):
+    """The job is up, restored if there was a checkpoint, and about to compute."""
+
+    kind: Literal["started"] = "started"
+    layers: tuple[str, ...]
+    samples_per_epoch: int | None
+    epoch: int
+    effective_samples: float
+    resumed: bool
+    frozen_layers: int = 0
+    profile: Profile | None = None
+
+
+class Progress(Report):
+    """One tuning interval is over (an epoch, or ``tune_every_steps`` steps)."""
+
+    kind: Literal["progress"] = "progress"
+    epoch: int
+    step: int = Field(description="optimizer steps since the job's first start")
+    samples: int = Field(description="samples since the job's first start")
+    effective_samples: float
+    remaining_samples: float | None = Field(description="P: P0 - effective samples; None before P0 is known")
+    metric: float | None
+    frozen_layers: int
+    psi: float
+    throughput: float = Field(description="T, samples/s, measured over the interval's steps")
+    step_s: float
+    effective_progress: float
+    variance: tuple[float, ...] | None = Field(description="S by layer; None while not ready")
+    sqr_norm: tuple[float, ...] | None
+    mem_bytes: float
+    util_pct: float | None
+    reason: str
+    profile: Profile | None
+
+
+class Checkpointed(Report):
+    """A checkpoint is safely on disk."""
+
+    kind: Literal["checkpointed"] = "checkpointed"
+    path: str
+    effective_samples: float
+
+
+class Warned(Report):
+    """Something the user should know; training goes on."""
+
+    kind: Literal["warning"] = "warning"
+    message: str
+
+
+class StoppedReport(Report):
+    """The job saved a checkpoint and leaves, as it was asked to."""
+
+    kind: Literal["stopped"] = "stopped"
+    effective_samples: float
+
+
+class Finished(Report):
+    """The target was reached (``completed``; also without a target), or P0 was used up before (``target_missed``)."""
+
+    kind: Literal["finished"] = "finished"
+    outcome: Literal["completed", "target_missed"]
+    metric: float | None
+    effective_samples: float
+
+
+AnyReport: TypeAlias = Started | Progress | Checkpointed | Warned | StoppedReport | Finished
+
+_CODEC: TypeAdapter[AnyReport] = TypeAdapter(Annotated[AnyReport, Field(discriminator="kind")])
+
+
+def encode(report: AnyReport) -> bytes:
+    """One line with its newline."""
+    return report.model_dump_json(by_alias=True).encode() + b"\n"
+
+
+def decode(line: str | bytes) -> AnyReport:
+    """Inverse of :func:`encode`. Raises ``pydantic.ValidationError`` on anything else."""
+    return _CODEC.validate_json(line)

@@ -1,0 +1,301 @@
+"""Per-layer gradient statistics from the gradients that training computes anyway (section 3 of the model).
+
+Where the R gradients of a step come from:
+
+* several ranks: DDP's communication hook sees each bucket before and after the all-reduce (so before any clipping);
+* one rank, several accumulation micro-steps: differences of the accumulated gradient;
+* one rank, one micro-step: this step's gradient and the one before it, copied as backward produces them.
+
+Under Adam-like optimizers gradients are measured preconditioned, g / (sqrt(v) + eps) with v bias-corrected as the optimizer
+itself uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from icefrog.estimate.penalty import replica_estimate, successive_estimate
+from icefrog.profile import FloatArray
+from icefrog.runtime.layers import Layer
+from icefrog.runtime.wrapping import World
+
+Precondition = Literal["auto", "raw"]
+_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """S and |G|^2 of one step, shape (L,) each; entries of frozen layers mean nothing."""
+
+    variance: FloatArray
+    sqr_norm: FloatArray
+
+
+class Preconditioner:
+    """1 / (sqrt(v) + eps) by parameter, read from the optimizer's state.
+
+    Args:
+        optimizer: the state is looked at, never changed.
+        mode: ``auto``: preconditioned where the optimizer keeps second moments; ``raw``: never.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mode: Precondition) -> None:
+        self.optimizer = optimizer
+        adaptive = any(word in type(optimizer).__name__.lower() for word in ("ada", "rms", "lamb"))
+        self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
+        self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+
+    def denominator(self, param: nn.Parameter) -> torch.Tensor | None:
+        """sqrt(v) + eps, shaped as the parameter; None before the optimizer has state for it."""
+        state = self.optimizer.state.get(param)
+        key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
+        if state is None or key is None:
+            return None
+        group = self._group.get(id(param), {})
+        moment: torch.Tensor = state[key]
+        if "exp_avg_sq" in key and "betas" in group and "step" in state:
+            moment = moment / (1.0 - group["betas"][1] ** state["step"])
+        return moment.sqrt().add_(group.get("eps", 1e-8))
+
+
+class Statistics:
+    """Collects one step's statistics; owned by :class:`~icefrog.runtime.elastic.LayerElastic`.
+
+    Args:
+        layers: all of them, frozen ones included.
+        optimizer: for the preconditioner.
+        world: this process among its peers.
+        accum_steps: k.
+        precondition: see :class:`Preconditioner`.
+        loss_scale: present scale of the loss (AMP), 1 without.
+        every: measure each n-th step only.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        *,
+        accum_steps: int = 1,
+        precondition: Precondition = "auto",
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        every: int = 1,
+    ) -> None:
+        self.num_layers = len(layers)
+        self.params = [param for layer in layers for param in layer.params.values()]
+        self.layer_of = {id(param): i for i, layer in enumerate(layers) for param in layer.params.values()}
+        self.preconditioner = Preconditioner(optimizer, precondition)
+        self.world = world
+        self.accum_steps = accum_steps
+        self.loss_scale = loss_scale
+        self.every = every
+        self.replicas = world.size if world.size > 1 else accum_steps
+        self.capture = False
+        self.weight = 1.0 / world.size  # of this rank's gradient in the average
+        self.bytes_reduced = 0  # gradient bytes handed to the all-reduce so far
+        self._step = 0
+        self._missing = False
+        self._before: dict[int, torch.Tensor] = {}  # bucket or -> per-layer |g_r|^2
+        self._after: dict[int, torch.Tensor] = {}
+        self._now: dict[int, torch.Tensor] = {}
+        self._last: dict[int, torch.Tensor] = {}
+        self._last_samples = 0
+        self._micro = torch.zeros(0)
+        self._handles: list[RemovableHandle] = []
+        if self.replicas == 1:
+            self._handles = [param.register_post_accumulate_grad_hook(self._copy) for param in self.params]
+        self.reset()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def reset(self) -> None:
+        """Forget what is half collected: the boundary moved, or training was restored."""
+        self._before.clear()
+        self._after.clear()
+        self._now.clear()
+        self._last.clear()
+        self._micro = torch.zeros(self.num_layers, dtype=torch.float64)
+        self._missing = False
+        self._plan()
+
+    def _plan(self) -> None:
+        """Whether the coming step is measured (or, with R = 1, is the one before a measured one)."""
+        place = (self._step + 1) % self.every
+        self.capture = place == 0 or (self.replicas == 1 and place == self.every - 1)
+
+    @property
+    def due(self) -> bool:
+        """Whether the step now in progress is to be measured; the same on all ranks."""
+        return (self._step + 1) % self.every == 0
+
+    # --- one rank, successive steps
+
+    def _copy(self, param: torch.Tensor) -> None:
+        if not self.capture or param.grad is None:
+            return
+        held = self._now.get(id(param))
+        if held is None or held.shape != param.grad.shape:
+            self._now[id(param)] = param.grad.detach().clone()
+        else:
+            held.copy_(param.grad)
+
+    def _successive(self, samples: int) -> StepStatistics | None:
+        pairs = [p for p in self.params if p.requires_grad and id(p) in self._now and id(p) in self._last]
+        if not pairs or samples != self._last_samples:
+            return None
+        now = [self._now[id(p)] for p in pairs]
+        diff = [self._now[id(p)] - self._last[id(p)] for p in pairs]
+        scales = self._denominators(pairs)
+        if scales is None:
+            return None
+        if scales:
+            diff = [d.div_(s) for d, s in zip(diff, scales, strict=True)]
+            dots = [(n / s * (self._last[id(p)] / s)).sum() for p, n, s in zip(pairs, now, scales, strict=True)]
+        else:
+            dots = [torch.sum(n * self._last[id(p)]) for p, n in zip(pairs, now, strict=True)]
+        unscale = 1.0 / self.loss_scale() ** 2
+        diff_norms = self._by_layer(pairs, [torch.sum(d * d) for d in diff]) * unscale
+        dot = self._by_layer(pairs, dots) * unscale
+        return StepStatistics(*successive_estimate(_array(diff_norms), _array(dot), samples))
+
+    # --- several ranks
+
+    def comm_hook(self, _state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP communication hook: the weighted average of the ranks' gradients, and |g_r|^2, |g|^2 on the way."""
+        buffer, index = bucket.buffer(), bucket.index()
+        params, grads = bucket.parameters(), bucket.gradients()
+        capture = self.capture
+        scales = self._denominators(params) if capture else None
+        if capture and scales is None:
+            self._missing = True
+        if scales is not None:
+            self._before[index] = self._sqr_norms(params, grads, scales)
+        buffer.mul_(self.weight)
+        self.bytes_reduced += buffer.numel() * buffer.element_size()
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+
+        def measured(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            reduced = done.value()[0]
+            if scales is not None:
+                self._after[index] = self._sqr_norms(params, grads, scales)
+            return reduced
+
+        return future.then(measured)
+
+    # --- one rank, accumulation micro-steps
+
+    def micro_step(self, samples: int) -> None:
+        """A micro-step's backward is over (single process): add n_r |g_r|^2 of what it added to the gradient."""
+        if not self.capture or self.world.size > 1 or self.accum_steps == 1:
+            return
+        live = [p for p in self.params if p.requires_grad and p.grad is not None]
+        scales = self._denominators(live)
+        if scales is None:
+            self._missing = True
+            return
+        added = []
+        for param in live:
+            assert param.grad is not None
+            last = self._last.get(id(param))
+            added.append(param.grad if last is None else param.grad - last)
+            self._last[id(param)] = param.grad.detach().clone()
+        self._micro += samples * self._sqr_norms(live, added, scales).double().cpu()
+
+    def rescale_micro(self, factor: float) -> None:
+        """The accumulated gradient was scaled by ``factor`` (micro-steps of unequal size)."""
+        for held in self._last.values():
+            held.mul_(factor)
+
+    # --- common
+
+    def local(self, samples: int) -> torch.Tensor:
+        """n_r |g_r|^2 by layer, float64 on the CPU, shape (L,): what is summed over ranks. NaN where there is none."""
+        if self._missing or not self._before:
+            return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
+        return samples * torch.stack([t.double().cpu() for t in self._before.values()]).sum(0)
+
+    def finish(self, weighted: FloatArray | None, total_samples: int) -> StepStatistics | None:
+        """The step's statistics, if it was measured; prepares the next step.
+
+        Args:
+            weighted: sum over ranks of :meth:`local`, shape (L,), where there are several ranks.
+            total_samples: M.
+        """
+        result = self._finish(weighted, total_samples) if self.due else None
+        self._step += 1
+        self._before.clear()
+        self._after.clear()
+        self._missing = False
+        self._micro.zero_()
+        if self.replicas == 1:
+            if self.capture:
+                self._last, self._now = self._now, self._last
+                self._last_samples = total_samples
+        else:
+            self._last.clear()
+        self._plan()
+        return result
+
+    def _finish(self, weighted: FloatArray | None, total: int) -> StepStatistics | None:
+        if self.replicas == 1:
+            return self._successive(total)
+        if self._missing:
+            return None
+        if self.world.size > 1:
+            if weighted is None or not self._after or not np.all(np.isfinite(weighted)):
+                return None
+            mean = _array(torch.stack([t.double().cpu() for t in self._after.values()]).sum(0))
+        else:
+            live = [p for p in self.params if p.requires_grad and p.grad is not None]
+            scales = self._denominators(live)
+            if scales is None:
+                return None
+            grads = [p.grad for p in live if p.grad is not None]
+            mean = _array(self._sqr_norms(live, grads, scales))
+            weighted = _array(self._micro)
+        assert weighted is not None
+        # Every replica is given the weighted mean of |g_r|^2: the estimate depends on that mean alone.
+        rows = np.tile(weighted / total, (self.replicas, 1))
+        samples = np.full(self.replicas, total / self.replicas)
+        return StepStatistics(*replica_estimate(rows, mean, samples))
+
+    def _denominators(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """One per parameter; empty: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
+        if not self.preconditioner.active:
+            return []
+        scales = []
+        for param in params:
+            scale = self.preconditioner.denominator(param)  # type: ignore[arg-type]
+            if scale is None:
+                return None
+            scales.append(scale)
+        return scales
+
+    def _sqr_norms(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        scaled = [g / s for g, s in zip(grads, scales, strict=True)] if scales else grads
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in scaled]
+        return self._by_layer(params, norms) / self.loss_scale() ** 2
+
+    def _by_layer(self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sum of each layer's values, shape (L,)."""
+        stacked = torch.stack(list(values))
+        where = torch.tensor([self.layer_of[id(p)] for p in params], device=stacked.device)
+        return torch.zeros(self.num_layers, dtype=stacked.dtype, device=stacked.device).index_add_(0, where, stacked)
+
+
+def _array(values: torch.Tensor) -> FloatArray:
+    return np.asarray(values.detach().to("cpu", torch.float64).numpy(), dtype=np.float64)
