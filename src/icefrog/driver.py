@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,41 +103,59 @@ def run(
     be taken up from the log. Raises :class:`StallError` naming the jobs when a simulation cannot go on.
     """
     executor.adopt(controller.state)
-    next_round_s = clock.now_s()
+    rounds = _Rounds(clock.now_s(), round_s)
     idle_rounds = 0
     while keep_going():
-        incoming = inbox.receive() if inbox is not None else []
+        # 1. What happened. While no job is there no round is due, so that idle gaps cost nothing.
         busy = bool(controller.state.active)
-        polled = executor.poll(next_round_s if busy else float("inf"))
-        events: list[ev.Event] = [*incoming, *polled]
-        if polled:
-            log.append(polled)
+        horizon_s = rounds.next_s if busy else math.inf
+        incoming = inbox.receive() if inbox is not None else []
+        polled = executor.poll(horizon_s)
+        if not incoming and not polled:
+            if until_idle and not busy and executor.idle():
+                return
+            clock.wait_until(horizon_s)
         now_s = clock.now_s()
-        if not events and now_s < next_round_s:
-            if until_idle and not controller.state.active and executor.idle():
-                return
-            clock.wait_until(next_round_s)
-            now_s = clock.now_s()
-        if now_s >= next_round_s and (controller.state.active or events):
-            tick = ev.Tick(time_s=now_s)
-            log.append([tick])
-            events.append(tick)
-            next_round_s = now_s + round_s
-            idle_rounds = idle_rounds + 1 if until_idle and executor.idle() else 0
-        elif now_s >= next_round_s:
-            if until_idle and executor.idle():
-                return
-            next_round_s = now_s + round_s
+        if not busy:
+            rounds.skip_to(now_s)
+        ticks = [ev.Tick(time_s=now_s)] if rounds.due(now_s) else []
+        events: list[ev.Event] = [*incoming, *polled, *ticks]
         if not events:
             continue
+        log.append([*polled, *ticks])
+        # 2. What to do about it.
         started = time.perf_counter()
         step = controller.handle(events)
         decision_s = time.perf_counter() - started
+        # 3. Write it down, then do it.
         log.append([*step.facts, *step.commands])
         executor.submit(step.commands)
-        if step.commands:
-            idle_rounds = 0
-        if idle_rounds > 3 and isinstance(clock, VirtualClock):
+        on_turn(Turn(now_s, events, step, decision_s))
+        idle_rounds = idle_rounds + 1 if ticks and not step.commands and executor.idle() else 0
+        if until_idle and idle_rounds > _STALLED_ROUNDS:
             names = ", ".join(list(controller.state.active)[:5])
             raise StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
-        on_turn(Turn(now_s, events, step, decision_s))
+
+
+_STALLED_ROUNDS = 3  # in a row, with an idle executor and no command
+
+
+class _Rounds:
+    """The grid of scheduling rounds."""
+
+    def __init__(self, origin_s: float, round_s: float) -> None:
+        self.round_s = round_s
+        self.next_s = origin_s
+
+    def skip_to(self, now_s: float) -> None:
+        """Forget rounds that are over; the next one is the first on the grid at ``now_s`` or later."""
+        if now_s > self.next_s:
+            self.next_s += math.ceil((now_s - self.next_s) / self.round_s) * self.round_s
+
+    def due(self, now_s: float) -> bool:
+        """Whether a round is due; if so the next one is set."""
+        if now_s < self.next_s:
+            return False
+        self.next_s += self.round_s
+        self.skip_to(now_s)
+        return True

@@ -22,7 +22,7 @@ class _Unit:
 
     job_ids: tuple[str, ...]
     num_gpus: int
-    current: tuple[GpuId, ...]  # where it runs now, if all its members run there, else ()
+    current: tuple[GpuId, ...]  # where it (or one of a pair) runs now
 
 
 def place(snapshot: Snapshot, plan: Plan) -> Placement:
@@ -51,7 +51,8 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
             continue
         count = plan.choices[job_id].config.num_gpus
         # A pair stays on a GPU that one of its members already has; the other one joins it there.
-        homes = [views[member].gpus for member in members if len(views[member].gpus) == count]
+        homes = [views[member].gpus for member in members if views[member].gpus]
+        homes.sort(key=lambda gpus: len(gpus) != count)
         units.append(_Unit(members, count, homes[0] if homes else ()))
     return units
 
@@ -121,7 +122,7 @@ def _pack(sizes: Sequence[int], units: Sequence[_Unit], *, keep: bool) -> Placem
 
     def stays(unit: _Unit) -> bool:
         # Two pairs may name the same home when partners change: the first keeps it.
-        if not unit.current or not nodes.is_free(unit.current):
+        if len(unit.current) != unit.num_gpus or not nodes.is_free(unit.current):
             return False
         used = {gpu.node for gpu in unit.current}
         if len(used) > 1:

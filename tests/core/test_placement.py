@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from icefrog.placement import num_nodes, place
+from icefrog.testing import builders as b
+from icefrog.types import GpuId, JobView, Plan, Snapshot
+
+
+def view(name: str, gpus: tuple[GpuId, ...] = (), shared: bool = False) -> JobView:
+    spec = b.job_spec(name, gpus=tuple(range(1, 17)), batch={"global": 720720})
+    return JobView(
+        spec=spec, profile=None, submit_s=0.0, gpus=gpus, shared=shared, running=bool(gpus), config=None,
+        effective_samples=0.0, remaining_samples=None, frozen_layers=0, stats=None, attained_service_s=0.0,
+        waiting_since_s=None, restart_s=60.0, num_restarts=0,
+    )  # fmt: skip
+
+
+def placed(jobs: list[JobView], counts: dict[str, int], nodes: int, gpus: int = 4, pairs=()):
+    shared = {job_id for pair in pairs for job_id in pair}
+    plan = Plan({j: b.candidate(c, 1.0, shared=j in shared) for j, c in counts.items()}, pairs=tuple(pairs))
+    return place(Snapshot(0.0, b.cluster(nodes, gpus), tuple(jobs)), plan)
+
+
+def test_a_job_that_fits_in_one_node_never_spans_two():
+    result = placed([view("a"), view("b"), view("c")], {"a": 3, "b": 3, "c": 2}, nodes=3)
+    assert not result.unplaced
+    assert all(num_nodes(gpus) == 1 for gpus in result.allocation.values())
+
+
+def test_small_jobs_fill_the_fullest_node_and_leave_whole_nodes_free():
+    result = placed([view("a"), view("b"), view("big")], {"a": 1, "b": 1, "big": 8}, nodes=3)
+    assert result.allocation["a"][0].node == result.allocation["b"][0].node
+    assert num_nodes(result.allocation["big"]) == 2
+
+
+def test_two_multi_node_jobs_never_share_a_node():
+    result = placed([view("a"), view("b")], {"a": 6, "b": 6}, nodes=3)
+    assert result.unplaced == ("b",)  # 4+2 and then only one whole node is left
+    result = placed([view("a"), view("b")], {"a": 6, "b": 6}, nodes=4)
+    nodes = [{gpu.node for gpu in gpus} for gpus in result.allocation.values()]
+    assert not result.unplaced
+    assert nodes[0].isdisjoint(nodes[1])
+
+
+def test_running_jobs_stay_where_they_are():
+    home = b.gpus(2, node=1, first=2)
+    result = placed([view("a", home), view("b")], {"a": 2, "b": 2}, nodes=2)
+    assert result.allocation["a"] == home
+    assert result.allocation["b"][0].node == 1  # the fullest node that fits
+
+
+def test_a_grown_job_stays_in_its_node_when_it_can():
+    result = placed([view("a", b.gpus(2, node=1, first=1)), view("b")], {"a": 3, "b": 1}, nodes=2)
+    assert set(result.allocation["a"]) >= set(b.gpus(2, node=1, first=1))
+
+
+def test_fragmented_nodes_are_repacked_by_migration():
+    jobs = [view("a", b.gpus(2, node=0)), view("b", b.gpus(2, node=1)), view("c")]
+    result = placed(jobs, {"a": 2, "b": 2, "c": 4}, nodes=2)
+    assert not result.unplaced
+    assert {gpu.node for gpu in result.allocation["a"]} == {gpu.node for gpu in result.allocation["b"]}
+
+
+def test_counts_that_add_up_but_do_not_fit_are_returned():
+    result = placed([view("a"), view("b"), view("c")], {"a": 3, "b": 3, "c": 2}, nodes=2)
+    assert result.unplaced == ("c",)
+
+
+def test_a_pair_shares_one_gpu_where_one_of_them_runs():
+    home = b.gpus(1, node=0, first=3)
+    result = placed([view("a"), view("b", home)], {"a": 1, "b": 1}, nodes=1, pairs=[("a", "b")])
+    assert result.allocation == {"a": home, "b": home}
+
+
+def test_sharers_that_part_do_not_stay_on_one_gpu():
+    home = b.gpus(1)
+    result = placed([view("a", home, shared=True), view("b", home, shared=True)], {"a": 1, "b": 1}, nodes=1)
+    assert result.allocation["a"] != result.allocation["b"]
+
+
+@given(
+    counts=st.lists(st.sampled_from([1, 2, 4, 8, 16]), max_size=24),
+    sizes=st.sampled_from([(12, 4), (6, 8), (3, 16)]),
+    before=st.lists(st.integers(0, 23), max_size=24),
+)
+def test_powers_of_two_always_fit_and_no_gpu_is_used_twice(counts, sizes, before):
+    nodes, per_node = sizes
+    total, kept = 0, []
+    for count in counts:
+        if total + count <= nodes * per_node:
+            kept.append(count)
+            total += count
+    names = {f"j{i}": count for i, count in enumerate(kept)}
+    # Some run already: wherever a first placement of a subset put them.
+    some = {f"j{i}": names[f"j{i}"] for i in before if f"j{i}" in names}
+    first = placed([view(name) for name in names], some, nodes, per_node)
+    jobs = [view(name, first.allocation.get(name, ())) for name in names]
+    result = placed(jobs, names, nodes, per_node)
+    assert not result.unplaced
+    used = [gpu for gpus in result.allocation.values() for gpu in gpus]
+    assert len(used) == len(set(used)) == total
+    for name, gpus in result.allocation.items():
+        assert len(gpus) == names[name]
+        assert num_nodes(gpus) == max(1, names[name] // per_node)
