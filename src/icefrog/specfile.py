@@ -94,7 +94,11 @@ def _load(path: Path, model: type[M], *, forbidden: tuple[str, ...], kind: str) 
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        details = min(error.errors(), key=lambda e: (_line(root, e["loc"]), e["type"] != "extra_forbidden"))
+        # One wrong item can make its container look empty, too: the most specific complaint is the true one; and a
+        # misspelt key explains a missing one.
+        details = min(
+            error.errors(), key=lambda e: (-len(e["loc"]), e["type"] != "extra_forbidden", _line(root, e["loc"]))
+        )
         raise _explain(path, root, model, details, forbidden) from error
 
 
@@ -124,20 +128,25 @@ def _example(kind: str) -> str:
     return "for example: nodes: [{count: 12, gpus: 4}]"
 
 
-def _duplicate_key(node: yaml.Node) -> tuple[str, int] | None:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = str(getattr(key, "value", key))
-            if name in seen:
-                return name, key.start_mark.line + 1
-            seen.add(name)
-            if found := _duplicate_key(value):
-                return found
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            if found := _duplicate_key(item):
-                return found
+def _duplicate_key(root: yaml.Node) -> tuple[str, int] | None:
+    """The first key that is given twice in one mapping, and its line. An alias may make the tree a cycle."""
+    seen_nodes: set[int] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if id(node) in seen_nodes:
+            continue
+        seen_nodes.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            names: set[str] = set()
+            for key, value in node.value:
+                name = str(getattr(key, "value", key))
+                if name in names:
+                    return name, key.start_mark.line + 1
+                names.add(name)
+                stack.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            stack += node.value
     return None
 
 
