@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from icefrog import events as ev
 from icefrog.placement import num_nodes, place
@@ -40,8 +41,14 @@ class PolicyError(Exception):
     """A policy returned a plan that breaks the contract; acting on it could oversubscribe GPUs."""
 
 
-CandidateSource = Callable[[JobView, ClusterSpec, float, bool], tuple[Candidate, ...]]
-"""(view, cluster, now_s, may freeze) -> the job's options."""
+class CandidateSource(Protocol):
+    """Where a job's options come from: ``icefrog.candidates.candidates``, or a test's own."""
+
+    def __call__(
+        self, view: JobView, cluster: ClusterSpec, now_s: float, *, freeze: bool = True
+    ) -> tuple[Candidate, ...]:
+        """The job's options; ``freeze=False`` prices full training only."""
+        ...
 
 
 class Controller:
@@ -72,6 +79,13 @@ class Controller:
             self._decide(step)
         return step
 
+    def recover(self) -> Step:
+        """What still has to follow from a replayed log, whose last events may have been written but not acted upon."""
+        step = Step()
+        for job in list(self.state.active.values()):
+            self._settle(job, step)
+        return step
+
     # -- consequences that no policy decides ------------------------------------------------------------------------------
 
     def _calls_for_decision(self, event: ev.Event) -> bool:
@@ -83,15 +97,24 @@ class Controller:
     def _consequence(self, event: ev.Event, step: Step) -> None:
         if isinstance(event, ev.Tick | ev.PlanDecided):
             return
+        self._settle(self.state.jobs[event.job_id], step)
+
+    def _settle(self, job: JobState, step: Step) -> None:
+        """What the job's state alone calls for; nothing if that was done already."""
+        if job.finished:
+            return
         now_s = self.state.now_s
-        job = self.state.jobs[event.job_id]
-        if isinstance(event, ev.JobSubmitted) and (problem := self.refusal(event.job)):
+        if job.cancel_requested:
+            if job.phase is not Phase.STOPPING:
+                self._command(
+                    ev.Stop(time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason="cancelled"), step
+                )
+        elif job.phase is not Phase.PENDING:
+            return
+        elif problem := self.refusal(job.spec):
             self._record_failure(job, problem, now_s, step)
-        elif job.cancel_requested and not job.finished and job.phase is not Phase.STOPPING:
-            self._command(ev.Stop(time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason="cancelled"), step)
-        elif isinstance(event, ev.JobCrashed) and job.phase is Phase.PENDING:
-            if job.num_crashes > self.config.max_crashes:
-                self._record_failure(job, f"died {job.num_crashes} times; the last: {event.reason}", now_s, step)
+        elif job.num_crashes > self.config.max_crashes:
+            self._record_failure(job, f"died {job.num_crashes} times; the last: {job.reason}", now_s, step)
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why the job can never run on this cluster, or None (fault S6)."""
@@ -118,7 +141,7 @@ class Controller:
             seed=self.config.seed, default_restart_s=self.config.restart_s, oracle=self.policy.oracle
         )
         options = {
-            job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, self.policy.freezes)
+            job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, freeze=self.policy.freezes)
             for job in snapshot.jobs
         }
         # 2. The policy's plan, and where it goes.

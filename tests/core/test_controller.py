@@ -15,7 +15,7 @@ from icefrog.testing import builders as b
 from icefrog.types import Plan
 
 
-def offers(view, cluster, now_s, freeze):
+def offers(view, cluster, now_s, *, freeze=True):
     counts = [a for a in view.spec.gpus if a <= cluster.num_gpus]
     options = [b.candidate(a, 1000.0 / a) for a in counts]
     return (*options, b.candidate(1, 1100.0, shared=True)) if view.spec.share else tuple(options)
@@ -154,7 +154,7 @@ class TestVerify:
         state.apply(submitted("a", share=True))
         state.apply(submitted("b", share=True))
         snapshot = state.snapshot()
-        options = {job.job_id: offers(job, snapshot.cluster, 0.0, True) for job in snapshot.jobs}
+        options = {job.job_id: offers(job, snapshot.cluster, 0.0) for job in snapshot.jobs}
         verify(plan(options), snapshot, options)
 
     def test_too_many_gpus(self, state):
