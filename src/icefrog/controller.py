@@ -114,7 +114,8 @@ class Controller:
         elif problem := self.refusal(job.spec):
             self._record_failure(job, problem, now_s, step)
         elif job.num_crashes > self.config.max_crashes:
-            self._record_failure(job, f"died {job.num_crashes} times; the last: {job.reason}", now_s, step)
+            last = job.reason.removeprefix(f"attempt {job.attempt} died: ")
+            self._record_failure(job, f"died {job.num_crashes} times; the last: {last}", now_s, step)
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why the job can never run on this cluster, or None (fault S6)."""

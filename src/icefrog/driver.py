@@ -11,6 +11,7 @@ from typing import Protocol
 from icefrog import events as ev
 from icefrog.controller import Controller, Step
 from icefrog.executors.base import Executor
+from icefrog.state import GRANTED, ClusterState
 
 
 class Clock(Protocol):
@@ -64,10 +65,15 @@ class LogWriter(Protocol):
 
 
 class Inbox(Protocol):
-    """Events that other processes put in (submissions, cancellations). They are in the log already."""
+    """Events that other processes put in (submissions, cancellations).
+
+    They are not in the log yet: the order of the log is the order in which records are applied, and only the controller
+    knows that. What ``receive`` hands out leaves the inbox when the next ``append`` has logged it, in the same transaction,
+    so an interruption in between neither loses nor doubles it.
+    """
 
     def receive(self) -> list[ev.Event]:
-        """What came in since the last call."""
+        """What is in the inbox, oldest first."""
         ...
 
 
@@ -103,6 +109,7 @@ def run(
     be taken up from the log. Raises :class:`StallError` naming the jobs when a simulation cannot go on.
     """
     executor.adopt(controller.state)
+    _carry_out(controller.recover(), log, executor)
     rounds = _Rounds(clock.now_s(), round_s)
     idle_rounds = 0
     while keep_going():
@@ -122,19 +129,54 @@ def run(
         events: list[ev.Event] = [*incoming, *polled, *ticks]
         if not events:
             continue
-        log.append([*polled, *ticks])
+        log.append(events)
         # 2. What to do about it.
         started = time.perf_counter()
         step = controller.handle(events)
         decision_s = time.perf_counter() - started
         # 3. Write it down, then do it.
-        log.append([*step.facts, *step.commands])
-        executor.submit(step.commands)
+        _carry_out(step, log, executor)
         on_turn(Turn(now_s, events, step, decision_s))
         idle_rounds = idle_rounds + 1 if ticks and not step.commands and executor.idle() else 0
         if until_idle and idle_rounds > _STALLED_ROUNDS:
             names = ", ".join(list(controller.state.active)[:5])
             raise StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
+
+
+def _carry_out(step: Step, log: LogWriter, executor: Executor) -> None:
+    if step.facts or step.commands:
+        log.append([*step.facts, *step.commands])
+        executor.submit(step.commands)
+
+
+def vacate(
+    controller: Controller, executor: Executor, log: LogWriter, clock: Clock, *, reason: str, wait_s: float
+) -> bool:
+    """Ask every job to save a checkpoint and leave its GPUs, and wait for that; no decision is taken meanwhile.
+
+    The jobs wait again afterwards, in the log and in truth, so a later controller takes them up from their checkpoints.
+    Returns False if one was still there after ``wait_s``.
+    """
+    state = controller.state
+    granted = [job for job in state.active.values() if job.phase in GRANTED]
+    asked = [
+        ev.Preempt(time_s=clock.now_s(), job_id=job.job_id, attempt=job.attempt, reason=reason) for job in granted
+    ]
+    _apply(state, asked, log)
+    executor.submit(asked)
+    give_up_s = clock.now_s() + wait_s
+    while True:
+        _apply(state, executor.poll(give_up_s), log)
+        if executor.idle() or clock.now_s() >= give_up_s:
+            return executor.idle()
+        clock.wait_until(give_up_s)
+
+
+def _apply(state: ClusterState, records: Sequence[ev.AnyRecord], log: LogWriter) -> None:
+    if records:
+        log.append(records)
+        for record in records:
+            state.apply(record)
 
 
 _STALLED_ROUNDS = 3  # in a row, with an idle executor and no command

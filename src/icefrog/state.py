@@ -365,9 +365,10 @@ def _update(job: JobState, record: ev.AnyRecord) -> None:
                 job.reason = record.reason
         case ev.Regrant():
             job.grant = record.grant
-            if job.holding is not None and job.holding.shared != record.grant.shared:
-                job.attained_gpu_s += job.holding.gpu_s(record.time_s)
-                job.holding = Holding(record.attempt, job.holding.gpus, record.grant.shared, record.time_s)
+            held = job.holding  # by an older attempt while resizing: the new bounds are none of its business
+            if held is not None and held.attempt == record.attempt and held.shared != record.grant.shared:
+                job.attained_gpu_s += held.gpu_s(record.time_s)
+                job.holding = Holding(record.attempt, held.gpus, record.grant.shared, record.time_s)
         case ev.Preempt() | ev.Stop():
             job.reason = record.reason or job.reason
         case ev.CancelRequested():
