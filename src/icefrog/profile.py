@@ -51,13 +51,19 @@ class ComputeCurve(_Frozen):
 
 
 class SyncCurve(_Frozen):
-    """Gradient synchronisation of the full model: 0 on one GPU, else affine in the replicas beyond two, by
-    placement."""
+    """Gradient synchronisation of the full model: 0 on one GPU, else affine in the replicas beyond two.
+
+    One node and several nodes have curves of their own; two nodes have one term more, since measurements show them to be
+    a case apart (``docs/evidence/throughput-model.md``).
+    """
 
     intra_alpha_s: float = Field(default=0.0, ge=0)
     intra_beta_s: float = Field(default=0.0, ge=0)
     inter_alpha_s: float = Field(default=0.0, ge=0)
     inter_beta_s: float = Field(default=0.0, ge=0)
+    pair_beta_s: float = Field(
+        default=0.0, ge=0, description="added for each GPU beyond one per node where exactly two nodes are used"
+    )
 
 
 class ThroughputParams(_Frozen):
@@ -71,6 +77,11 @@ class ThroughputParams(_Frozen):
         default=0.0, ge=0, description="part of T_bwd that freezing cannot remove (launch cost)"
     )
     flop_gamma: float = Field(default=1.0, gt=0, description="gamma_flop of Eq. 6")
+    straggler: float = Field(
+        default=0.0,
+        ge=0,
+        description="compute grows by straggler * (a - 1) / (a + 1): the wait for the slowest replica",
+    )
     sync_alpha_s: float = Field(default=0.0, ge=0, description="part of T_sync that freezing cannot remove")
 
 

@@ -35,13 +35,26 @@ def compute_s(curve: ComputeCurve, batch_per_gpu: npt.ArrayLike) -> FloatArray:
 
 
 def sync_s(curve: SyncCurve, num_gpus: npt.ArrayLike, num_nodes: npt.ArrayLike) -> FloatArray:
-    """T_sync(a, 0): 0 on one GPU, else affine in the replicas beyond two, by placement (one node, several
-    nodes)."""
+    """T_sync(a, 0), s: 0 on one GPU, else affine in the replicas beyond two, by placement.
+
+    One node: intra; several nodes: inter, and with exactly two a term for each GPU beyond one per node.
+    """
     gpus = np.asarray(num_gpus, dtype=np.float64)
     extra = np.maximum(gpus - 2.0, 0.0)
     intra = curve.intra_alpha_s + curve.intra_beta_s * extra
-    inter = curve.inter_alpha_s + curve.inter_beta_s * extra
-    return np.where(gpus <= 1, 0.0, np.where(np.asarray(num_nodes) > 1, inter, intra))
+    nodes = np.asarray(num_nodes)
+    crowded = np.where(nodes == 2, np.maximum(gpus / 2.0 - 1.0, 0.0), 0.0)
+    inter = curve.inter_alpha_s + curve.inter_beta_s * extra + curve.pair_beta_s * crowded
+    return np.where(gpus <= 1, 0.0, np.where(nodes > 1, inter, intra))
+
+
+def wait_factor(params: ThroughputParams, num_gpus: npt.ArrayLike) -> FloatArray:
+    """By how much compute stretches since every step waits for the slowest of a replicas; 1 on one GPU.
+
+    The expected maximum of a uniform draws exceeds their mean by (a - 1)/(a + 1) of half the spread.
+    """
+    gpus = np.asarray(num_gpus, dtype=np.float64)
+    return np.asarray(1.0 + params.straggler * (gpus - 1.0) / (gpus + 1.0))
 
 
 def backward_s(params: ThroughputParams, theta: npt.ArrayLike, batch_per_gpu: npt.ArrayLike) -> FloatArray:
@@ -71,8 +84,9 @@ def params_step_s(
 ) -> FloatArray:
     """T_iter (Eq. 5) from bare parameters, s; theta and omega are those of the depth in question."""
     micro = np.asarray(accum_steps, dtype=np.float64)
-    forward = compute_s(params.fwd, batch_per_gpu)
-    backward = backward_s(params, theta, batch_per_gpu)
+    wait = wait_factor(params, num_gpus)
+    forward = compute_s(params.fwd, batch_per_gpu) * wait
+    backward = backward_s(params, theta, batch_per_gpu) * wait
     sync = synchronise_s(params, omega, num_gpus, num_nodes)
     return np.asarray(micro * forward + (micro - 1.0) * backward + power_sum(backward, sync, params.overlap_gamma))
 
