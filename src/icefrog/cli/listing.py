@@ -1,0 +1,59 @@
+"""``icefrog policies | workloads | schema``: what there is."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from icefrog.policies import policy_class, policy_names
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def policies(as_json: bool) -> None:
+    """List the scheduling policies, their sources and their options."""
+    rows = []
+    for name in policy_names():
+        cls = policy_class(name)
+        options = {
+            key: {"default": field.default, "description": field.description or ""}
+            for key, field in cls.Options.model_fields.items()
+        }
+        rows.append({"name": name, "source": cls.source, "oracle": cls.oracle, "freezes": cls.freezes, "options": options})
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['name']:<10} {row['source']}")
+        for key, option in row["options"].items():
+            click.echo(f"           --set {row['name']}.{key}={option['default']}  {option['description']}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def workloads(as_json: bool) -> None:
+    """List the models of the catalogue, with where their numbers come from."""
+    from icefrog.workloads import workload_rows
+
+    rows = workload_rows()
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for key in rows[0]:
+        table.add_column(key, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=None if Console().is_terminal else 200).print(table)
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["job", "cluster"]))
+def schema(kind: str) -> None:
+    """Print the JSON schema of a job or cluster file."""
+    from icefrog.spec import cluster_schema, job_schema
+
+    click.echo(json.dumps(job_schema() if kind == "job" else cluster_schema(), indent=2))
