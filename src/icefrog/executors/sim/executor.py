@@ -1,0 +1,180 @@
+"""The simulated executor: obeys commands in zero time, and jumps from event to event."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from icefrog import events as ev
+from icefrog.driver import VirtualClock
+from icefrog.executors.sim.job import SimJob
+from icefrog.executors.sim.world import World, sharing_speed
+from icefrog.state import ClusterState
+from icefrog.types import GpuId
+
+_DECIMALS = 6  # of a time: microseconds
+
+_SUBMIT, _STEP, _FAIL = "submit", "step", "fail"
+
+
+class SimExecutor:
+    """Runs the jobs of a world.
+
+    Stops are answered at once (their cost is charged to the next start), so GPUs are free before others start on them.
+    Determinism: events of equal time come in the order in which they were scheduled.
+
+    Args:
+        world: the truth.
+        clock: advanced by :meth:`poll`.
+    """
+
+    def __init__(self, world: World, clock: VirtualClock) -> None:
+        self._world = world
+        self._clock = clock
+        self._jobs: dict[str, SimJob] = {}
+        self._holders: dict[GpuId, list[SimJob]] = {}
+        self._heap: list[tuple[float, int, str, str, int]] = []
+        self._scheduled = 0
+        self._ready: list[ev.Event] = []  # happened already: at the next poll
+        self._failures = {job_id: world.rng(job_id, 2) for job_id in world.jobs if world.config.failures_per_gpu_h > 0}
+        for job_id, job in world.jobs.items():
+            self._jobs[job_id] = SimJob(job, world.config, world.rng(job_id, 1), world.cluster.gpu_mem_bytes)
+            self._schedule(job.spec.submit_s, job_id, _SUBMIT, 0)
+
+    # -- Executor ----------------------------------------------------------------------------------------------------------
+
+    def adopt(self, state: ClusterState) -> None:
+        """Nothing to take over. Raises ``ValueError`` for a state that is under way: the log does not hold the truth."""
+        if state.jobs:
+            raise ValueError("a simulation cannot be taken up from a log: start it again with the same seed")
+
+    def submit(self, commands: Sequence[ev.AnyCommand]) -> None:
+        """Carry out commands: whoever leaves first, then the starts."""
+        now_s = self._clock.now_s()
+        for command in commands:
+            job = self._jobs[command.job_id]
+            if isinstance(command, ev.Preempt | ev.Stop | ev.Resize) and job.holds:
+                self._ready.append(self._stop(job, now_s))
+        for command in commands:
+            job = self._jobs[command.job_id]
+            if isinstance(command, ev.Start | ev.Resize) and command.attempt > job.attempt:
+                self._ready += self._start(job, command, now_s)
+            elif isinstance(command, ev.Regrant) and command.attempt == job.attempt and job.holds:
+                job.advance(now_s)
+                job.regrant(command.grant)
+                self._retime(job, now_s)
+                self._ready += self._overflow(job, now_s)
+
+    def poll(self, until_s: float) -> list[ev.Event]:
+        """All that happens at the next time at which something happens, if that is not later than ``until_s``."""
+        if self._ready:
+            ready, self._ready = self._ready, []
+            return ready
+        happened: list[ev.Event] = []
+        while self._heap and not happened and self._heap[0][0] <= until_s:
+            time_s = self._heap[0][0]
+            while self._heap and self._heap[0][0] == time_s:
+                _, _, job_id, kind, generation = heapq.heappop(self._heap)
+                happened += self._happen(self._jobs[job_id], kind, generation, time_s)
+            if happened:
+                self._clock.wait_until(time_s)
+        return happened
+
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing will be submitted."""
+        return not self._ready and not self._heap
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    # -- events ------------------------------------------------------------------------------------------------------------
+
+    def _schedule(self, time_s: float, job_id: str, kind: str, generation: int) -> None:
+        heapq.heappush(self._heap, (round(time_s, _DECIMALS), self._scheduled, job_id, kind, generation))
+        self._scheduled += 1
+
+    def _happen(self, job: SimJob, kind: str, generation: int, now_s: float) -> list[ev.Event]:
+        if kind == _SUBMIT:
+            return [ev.JobSubmitted(time_s=now_s, job=job.spec)]
+        if not job.holds or generation != (job.attempt if kind == _FAIL else job.generation):
+            return []  # of an attempt or a speed that is over
+        if kind == _FAIL:
+            return [self._crash(job, now_s, "random failure")]
+        job.advance(now_s)
+        if job.next_event()[1]:
+            return [self._finish(job, now_s)]
+        job.end_interval()
+        self._retime(job, now_s)
+        return [job.report(now_s), *self._overflow(job, now_s)]
+
+    def _start(self, job: SimJob, command: ev.Start | ev.Resize, now_s: float) -> list[ev.Event]:
+        for gpu in command.gpus:
+            self._holders.setdefault(gpu, []).append(job)
+        job.start(now_s, command.attempt, command.gpus, command.grant)
+        self._retime(job, now_s)
+        if job.job_id in self._failures:
+            rate_per_s = self._world.config.failures_per_gpu_h * len(job.gpus) / 3600.0
+            after_s = float(self._failures[job.job_id].exponential(1.0 / rate_per_s))
+            self._schedule(now_s + after_s, job.job_id, _FAIL, job.attempt)
+        started = ev.JobStarted(
+            time_s=now_s, job_id=job.job_id, attempt=job.attempt, total_samples=job.truth.total_samples
+        )
+        return [started, *self._overflow(job, now_s)]
+
+    def _stop(self, job: SimJob, now_s: float) -> ev.JobStopped:
+        job.advance(now_s)
+        job.save()
+        self._release(job, now_s)
+        return ev.JobStopped(time_s=now_s, job_id=job.job_id, attempt=job.attempt, effective_samples=job.counted)
+
+    def _finish(self, job: SimJob, now_s: float) -> ev.JobFinished:
+        job.finish()
+        self._release(job, now_s)
+        return ev.JobFinished(
+            time_s=now_s, job_id=job.job_id, attempt=job.attempt, outcome="completed", effective_samples=job.effective
+        )
+
+    def _crash(self, job: SimJob, now_s: float, reason: str) -> ev.JobCrashed:
+        job.fall_back()
+        self._release(job, now_s)
+        return ev.JobCrashed(
+            time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason=reason, effective_samples=job.counted
+        )
+
+    # -- GPUs --------------------------------------------------------------------------------------------------------------
+
+    def _partner(self, job: SimJob) -> SimJob | None:
+        """The other job on its (one) GPU."""
+        others = [other for other in self._holders[job.gpus[0]] if other is not job] if job.gpus else []
+        if len(others) > 1:
+            raise AssertionError(f"{job.gpus[0]} is held by {job.job_id} and {[o.job_id for o in others]}")
+        return others[0] if others else None
+
+    def _release(self, job: SimJob, now_s: float) -> None:
+        partner = self._partner(job)
+        for gpu in job.gpus:
+            self._holders[gpu].remove(job)
+        job.leave()
+        if partner is not None:
+            self._retime(partner, now_s)
+
+    def _retime(self, job: SimJob, now_s: float) -> None:
+        """The job's speed may have changed, and with it its partner's: schedule what comes next for both."""
+        partner = self._partner(job)
+        for one, other in ((job, partner), (partner, job)):
+            if one is None:
+                continue
+            one.advance(now_s)
+            one.set_rate(1.0 if other is None else sharing_speed(one.true_occupancy()[1], other.true_occupancy()[1]))
+            one.generation += 1
+            self._schedule(one.next_event()[0], one.job_id, _STEP, one.generation)
+
+    def _overflow(self, job: SimJob, now_s: float) -> list[ev.Event]:
+        """A pair that in truth needs more memory than there is: the later-submitted one dies."""
+        partner = self._partner(job)
+        if partner is None:
+            return []
+        if job.true_occupancy()[0] + partner.true_occupancy()[0] <= self._world.cluster.gpu_mem_bytes:
+            return []
+        victim = max(job, partner, key=lambda one: (one.spec.submit_s, one.job_id))
+        return [self._crash(victim, now_s, f"out of GPU memory beside {(partner if victim is job else job).job_id}")]

@@ -1,0 +1,199 @@
+"""The truth of a simulation: what jobs really cost, how they really converge. No policy ever reads it.
+
+The job log is the truth: a job run as it was logged (its requested GPUs, nothing frozen, alone) takes the logged time. The
+*estimates* that the scheduler and the job's own tuner work with are that truth with seeded errors. Decisions and sources:
+``docs/notes/simulator-world.md``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from icefrog.candidates import min_nodes
+from icefrog.estimate.tuner import TunerRule, TunerTable
+from icefrog.profile import ComputeCurve, FloatArray, OccupancyParams, Profile, SyncCurve, ThroughputParams
+from icefrog.spec import ClusterSpec, JobSpec
+
+INTERFERENCE = 0.1
+"""Speed that a sharer loses to a partner which keeps the GPU fully busy, beyond what the GPU's capacity takes."""
+
+
+class Curves(Protocol):
+    """Gradient statistics of a model by training progress (effective samples / P0, 0..1), per-sample units."""
+
+    def variance(self, progress: float) -> FloatArray:
+        """V = S by layer, shape (L,)."""
+        ...
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        """|G|^2 by layer, shape (L,)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """Settings of the world. Errors are standard deviations of the natural logarithm of estimate / truth."""
+
+    seed: int = 0
+    restart_s: float = 60.0
+    """What every start but a job's first costs it: no progress, GPUs held."""
+    noise: float = 0.05
+    """Error of each throughput parameter of the estimates."""
+    occupancy_noise: float = 0.05
+    """Error of the estimated memory and of the estimated utilisation (one factor each)."""
+    stats_noise: float = 0.05
+    """Sampling error of every layer's variance at every tuning point."""
+    split_noise: float = 0.0
+    """How far a job's true per-layer variances stray from the catalogue's (one factor for each layer and job)."""
+    failures_per_gpu_h: float = 0.0
+    """Rate of random crashes."""
+    hysteresis: float = 0.02
+    """Least relative gain in E for which a simulated job moves its boundary."""
+    min_tuning_points: int = 20
+    max_tuning_points: int = 100
+    """Tuning points of a job: its epochs, within these bounds (short jobs tune every K steps, long ones every K epochs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueJob:
+    """What the world knows of one job."""
+
+    spec: JobSpec
+    profile: Profile  # the true costs
+    estimate: Profile  # what scheduler and job believe
+    curves: Curves
+    split: FloatArray  # factor on the catalogue's curves, shape (L,)
+    total_samples: float  # P0
+
+    def variance(self, progress: float) -> FloatArray:
+        """True V by layer, shape (L,)."""
+        return np.asarray(self.curves.variance(progress)) * self.split
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        """True |G|^2 by layer, shape (L,)."""
+        return np.asarray(self.curves.sqr_norm(progress)) * self.split
+
+
+class World:
+    """True jobs, by id.
+
+    Args:
+        specs: the jobs.
+        profiles: catalogue profile by job id.
+        curves: gradient statistics by job id.
+        cluster: decides over how many nodes a logged request spread.
+        config: seed and errors.
+    """
+
+    def __init__(
+        self,
+        specs: tuple[JobSpec, ...],
+        profiles: Mapping[str, Profile],
+        curves: Mapping[str, Curves],
+        cluster: ClusterSpec,
+        config: WorldConfig,
+    ) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.jobs = {spec.job_id: self._job(spec, profiles[spec.job_id], curves[spec.job_id]) for spec in specs}
+
+    @property
+    def estimates(self) -> dict[str, Profile]:
+        """Estimated profile by job id: all that the scheduler is told."""
+        return {job_id: job.estimate for job_id, job in self.jobs.items()}
+
+    def rng(self, job_id: str, stream: int) -> np.random.Generator:
+        """A generator of the job's own, so that what a policy does to one job cannot change the luck of another."""
+        return np.random.default_rng([self.config.seed, zlib.crc32(job_id.encode()), stream])
+
+    def _job(self, spec: JobSpec, profile: Profile, curves: Curves) -> TrueJob:
+        rng = self.rng(spec.job_id, 0)
+        truth = calibrated(spec, profile, self.cluster)
+        estimate = truth.model_copy(
+            update={
+                "throughput": _perturbed(truth.throughput, self.config.noise, rng),
+                "occupancy": _perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng),
+            }
+        )
+        split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
+        total = float(spec.max_epochs * profile.samples_per_epoch)
+        return TrueJob(spec, truth, estimate, curves, split, total)
+
+
+def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile:
+    """The profile with all times scaled so that P0 samples take the logged time at the requested count, nothing frozen.
+
+    Unchanged for a job without a logged time, or whose initial batch cannot run on the requested count.
+    """
+    if spec.duration_s is None:
+        return profile
+    gpus = spec.requested_gpus
+    largest = max(cluster.gpus_per_node)
+    nodes = min_nodes(cluster, gpus) or -(-gpus // largest)
+    rule = TunerRule(((gpus, nodes),), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
+    table = TunerTable.of(profile, rule)
+    fastest = float(table.throughput.max()) if table.throughput.size else 0.0
+    if fastest <= 0.0:
+        return profile
+    factor = spec.duration_s * fastest / (spec.max_epochs * profile.samples_per_epoch)
+    return profile.model_copy(update={"throughput": scaled(profile.throughput, factor)})
+
+
+def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:
+    """Every time ``factor`` times as long: T_iter is homogeneous in them."""
+    return _with_factors(params, [factor] * _NUM_FACTORS)
+
+
+_NUM_FACTORS = 10
+
+
+def _with_factors(params: ThroughputParams, factors: list[float]) -> ThroughputParams:
+    f = iter(factors)
+    fwd, bwd, sync = params.fwd, params.bwd, params.sync
+    return params.model_copy(
+        update={
+            "fwd": ComputeCurve(alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f), smooth=fwd.smooth),
+            "bwd": ComputeCurve(alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f), smooth=bwd.smooth),
+            "sync": SyncCurve(
+                intra_alpha_s=sync.intra_alpha_s * next(f),
+                intra_beta_s=sync.intra_beta_s * next(f),
+                inter_alpha_s=sync.inter_alpha_s * next(f),
+                inter_beta_s=sync.inter_beta_s * next(f),
+            ),
+            "flop_alpha_s": params.flop_alpha_s * next(f),
+            "sync_alpha_s": params.sync_alpha_s * next(f),
+        }
+    )
+
+
+def _perturbed(params: ThroughputParams, noise: float, rng: np.random.Generator) -> ThroughputParams:
+    draws = rng.standard_normal(_NUM_FACTORS + 1)  # drawn even without noise: later draws stay the same
+    if noise == 0.0:
+        return params
+    factors = np.exp(noise * draws).tolist()
+    noisy = _with_factors(params, factors[:_NUM_FACTORS])
+    return noisy.model_copy(update={"flop_gamma": params.flop_gamma * factors[_NUM_FACTORS]})
+
+
+def _perturbed_occupancy(params: OccupancyParams, noise: float, rng: np.random.Generator) -> OccupancyParams:
+    mem, util = np.exp(noise * rng.standard_normal(2)).tolist()
+    a, b, c, d = params.mem_bytes
+    e, f, g, h = params.util_pct
+    return OccupancyParams(
+        mem_bytes=(a * mem, b * mem, c * mem, d * mem), util_pct=(e * util, f * util, g * util, h * util)
+    )
+
+
+def sharing_speed(own_util_pct: float, other_util_pct: float) -> float:
+    """True speed of a sharer, 1.0 = alone: less by INTERFERENCE where the partner is busy, and by capacity above 100 %.
+
+    Both jobs' demands together cannot exceed the GPU: above 100 % each gets its part of it. Below, kernels of the two still
+    meet in caches and on the memory bus, the more the busier the partner is.
+    """
+    total = max(own_util_pct + other_util_pct, 1e-9)
+    return min(1.0, 100.0 / total) * (1.0 - INTERFERENCE * other_util_pct / 100.0)

@@ -1,0 +1,197 @@
+"""Replays jobs under a policy: the library behind ``icefrog simulate``. The result is an event log; reports are folded
+from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from icefrog import events as ev
+from icefrog.candidates import candidates
+from icefrog.controller import Controller, ControllerConfig
+from icefrog.driver import RealClock, StallError, Turn, VirtualClock, run
+from icefrog.executors.sim.executor import SimExecutor
+from icefrog.executors.sim.world import Curves, World, WorldConfig
+from icefrog.policies import make_policy
+from icefrog.profile import Profile
+from icefrog.spec import ClusterSpec, JobSpec
+from icefrog.state import ClusterState
+
+
+@dataclass(frozen=True, slots=True)
+class SimSettings:
+    """What is not the workload, the cluster or the policy."""
+
+    seed: int = 0
+    round_s: float = 300.0
+    restart_s: float = 60.0
+    event_driven: bool = True
+    """Decide on arrivals and completions, too, and not only once a round."""
+    world: WorldConfig | None = None
+    """Errors of the estimates, failures, ...; its seed and restart_s are replaced by the two above."""
+    check: bool = False
+    """Check the state's invariants after every turn (slow)."""
+
+    def world_config(self) -> WorldConfig:
+        """The world's settings with this run's seed and restart cost."""
+        base = self.world or WorldConfig()
+        changed = {name: getattr(base, name) for name in WorldConfig.__slots__}
+        return WorldConfig(**{**changed, "seed": self.seed, "restart_s": self.restart_s})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a simulation is, for whoever shows it."""
+
+    policy: str
+    now_s: float
+    finished: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTimes:
+    """Real seconds spent in the controller in turns with a decision. The only wall-clock values of a run."""
+
+    count: int = 0
+    mean_s: float = 0.0
+    max_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """One policy's run. ``records`` is the whole event log where no file was asked for, else empty."""
+
+    policy: str
+    seed: int
+    events_path: Path | None
+    records: tuple[ev.AnyRecord, ...]
+    state: ClusterState
+    decisions: DecisionTimes
+    wall_s: float
+    stalled: str = ""
+    """Why the run ended with unfinished jobs; empty: it did not."""
+
+
+@dataclass(slots=True)
+class MemoryLog:
+    """A log that is kept in memory."""
+
+    records: list[ev.AnyRecord] = field(default_factory=list)
+
+    def append(self, records: Sequence[ev.AnyRecord]) -> None:
+        """Keep them."""
+        self.records += records
+
+
+class _LinesLog:
+    """JSON lines, one record a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def append(self, records: Sequence[ev.AnyRecord]) -> None:
+        """Write them; the file is complete when it is closed (a simulation that was killed is simply run again)."""
+        for record in records:
+            self._stream.write(ev.encode(record) + "\n")
+
+
+def simulate(
+    specs: Sequence[JobSpec],
+    profiles: Mapping[str, Profile],
+    curves: Mapping[str, Curves],
+    cluster: ClusterSpec,
+    policy: str,
+    options: Mapping[str, Any] | None = None,
+    settings: SimSettings | None = None,
+    out_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> RunResult:
+    """Run ``specs`` under one policy.
+
+    Same arguments, same event log, to the byte; it holds no wall-clock value.
+
+    Args:
+        specs: the jobs, with ``submit_s`` and, for a replay, ``duration_s``.
+        profiles: catalogue profile by job id.
+        curves: gradient statistics by job id.
+        cluster: the nodes.
+        policy: its name.
+        options: its options, by name.
+        settings: seed, round, restart cost, errors of the world.
+        out_dir: where to write ``<policy>/events.jsonl``; None: the log is returned in ``records``.
+        progress: called after every turn.
+
+    Raises:
+        UserError: unknown policy or option.
+    """
+    settings = settings or SimSettings()
+    chosen = make_policy(policy, options)
+    world = World(tuple(specs), profiles, curves, cluster, settings.world_config())
+    config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s, event_driven=settings.event_driven)
+    state = ClusterState(cluster, world.estimates)
+    controller = Controller(state, chosen, candidate_source(), config)
+    watch = _Watch(policy, len(specs), state, settings.check, progress)
+    path = None if out_dir is None else out_dir / policy / "events.jsonl"
+    started_s = RealClock().now_s()
+    if path is None:
+        memory = MemoryLog()
+        stalled = _drive(controller, world, memory, settings, watch)
+        records = tuple(memory.records)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8", newline="\n") as stream:
+            stalled = _drive(controller, world, _LinesLog(stream), settings, watch)
+        records = ()
+    wall_s = RealClock().now_s() - started_s
+    return RunResult(policy, settings.seed, path, records, state, watch.decisions(), wall_s, stalled)
+
+
+def candidate_source() -> Callable[..., Any]:
+    """The job's options, as the controller asks for them."""
+
+    def source(view: Any, cluster: ClusterSpec, now_s: float, freeze: bool) -> Any:
+        return candidates(view, cluster, now_s, freeze=freeze)
+
+    return source
+
+
+def _drive(controller: Controller, world: World, log: Any, settings: SimSettings, watch: _Watch) -> str:
+    clock = VirtualClock()
+    try:
+        run(controller, SimExecutor(world, clock), log, clock, round_s=settings.round_s, on_turn=watch.turn)
+    except StallError as stall:
+        return str(stall)
+    return ""
+
+
+class _Watch:
+    """Looks on: progress, decision times, invariants."""
+
+    def __init__(
+        self,
+        policy: str,
+        total: int,
+        state: ClusterState,
+        check: bool,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._policy, self._total, self._state = policy, total, state
+        self._check, self._progress = check, progress
+        self._count, self._sum_s, self._max_s = 0, 0.0, 0.0
+
+    def turn(self, turn: Turn) -> None:
+        if self._check:
+            self._state.check()
+        if any(isinstance(fact, ev.PlanDecided) for fact in turn.step.facts):
+            self._count += 1
+            self._sum_s += turn.decision_s
+            self._max_s = max(self._max_s, turn.decision_s)
+        if self._progress is not None:
+            finished = len(self._state.jobs) - len(self._state.active)
+            self._progress(Progress(self._policy, turn.now_s, finished, self._total))
+
+    def decisions(self) -> DecisionTimes:
+        return DecisionTimes(self._count, self._sum_s / max(self._count, 1), self._max_s)
