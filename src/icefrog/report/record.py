@@ -1,0 +1,328 @@
+"""One run, as the event log tells it: the fold behind every metric, table and plot.
+
+The fold is :class:`icefrog.state.ClusterState` itself, watched by a collector for what the state does not keep: how the
+values changed over time. Nothing else is an input, so a report can be made of any log at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from icefrog import events as ev
+from icefrog.spec import ClusterSpec, Target
+from icefrog.state import ClusterState, JobState, Phase
+from icefrog.types import GpuId
+
+StepSeries: TypeAlias = tuple[tuple[float, float], ...]
+"""(time in s, value from then on), ascending in time."""
+
+Status: TypeAlias = Literal["completed", "target_missed", "failed", "cancelled", "unfinished"]
+
+STATUS: dict[Phase, Status] = {
+    Phase.COMPLETED: "completed",
+    Phase.TARGET_MISSED: "target_missed",
+    Phase.FAILED: "failed",
+    Phase.CANCELLED: "cancelled",
+}
+
+_EPOCH_S = 3e8
+"""Times past this (mid 1979) are since the Unix epoch; no trace lasts nine years."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """An interval in which two jobs were on the same GPU."""
+
+    start_s: float
+    end_s: float
+    partner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An interval of one job with a constant number of GPUs and a constant boundary. ``gpus`` is 0 while it waits."""
+
+    start_s: float
+    end_s: float
+    gpus: float
+    frozen_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """One job's life. Times in seconds from the run's zero; a sharer holds half a GPU."""
+
+    job_id: str
+    workload: str
+    labels: dict[str, str]
+    target: Target | None
+    status: Status
+    reason: str
+    submit_s: float
+    start_s: float | None
+    finish_s: float | None
+    queue_s: float
+    """Seconds without a GPU, until it left or the log ends."""
+    gpu_s: float
+    """GPU-seconds held, until it left or the log ends."""
+    restarts: int
+    crashes: int
+    effective_samples: float
+    num_layers: int | None
+    """L, if the log says it."""
+    gpus: StepSeries
+    frozen: StepSeries
+    """Frozen layers, from the first start on."""
+    metric: StepSeries
+    """The validation metric as reported."""
+    sharing: tuple[Sharing, ...]
+    warnings: tuple[tuple[float, str], ...]
+
+    @property
+    def jct_s(self) -> float | None:
+        """Job completion time: of a job that ran to its end (target reached, or samples used up), else None."""
+        if self.finish_s is None or self.status not in ("completed", "target_missed"):
+            return None
+        return self.finish_s - self.submit_s
+
+    @property
+    def time_to_target_s(self) -> float | None:
+        """From submission to the first report that met the target; None without a target, or if it never did.
+
+        A job that completed and never reported a metric met its target when it finished.
+        """
+        if self.target is None:
+            return None
+        if not self.metric and self.status == "completed":
+            return self.jct_s
+        return next((t - self.submit_s for t, value in self.metric if self.target.reached(value)), None)
+
+    @property
+    def shared_s(self) -> float:
+        """Seconds beside a partner."""
+        return sum(s.end_s - s.start_s for s in self.sharing)
+
+    def frozen_fraction(self, frozen_layers: float) -> float | None:
+        """Share of the layers that ``frozen_layers`` are; None if L is unknown."""
+        return frozen_layers / self.num_layers if self.num_layers else None
+
+    def segments(self, end_s: float) -> list[Segment]:
+        """The job's life cut wherever its GPUs or its boundary changed, waiting included, until it left or ``end_s``."""
+        end_s = self.finish_s if self.finish_s is not None else end_s
+        cuts = sorted({t for t, _ in (*self.gpus, *self.frozen) if t < end_s} | {self.submit_s, end_s})
+        out: list[Segment] = []
+        gpus, frozen, i, j = 0.0, 0.0, 0, 0
+        for start_s, stop_s in pairwise(cuts):
+            while i < len(self.gpus) and self.gpus[i][0] <= start_s:
+                gpus, i = self.gpus[i][1], i + 1
+            while j < len(self.frozen) and self.frozen[j][0] <= start_s:
+                frozen, j = self.frozen[j][1], j + 1
+            last = out[-1] if out else None
+            if last is not None and last.gpus == gpus and (gpus == 0 or last.frozen_layers == frozen):
+                out[-1] = Segment(last.start_s, stop_s, gpus, last.frozen_layers)
+            else:
+                out.append(Segment(start_s, stop_s, gpus, int(frozen)))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run of one policy on one cluster. Jobs are in order of submission."""
+
+    cluster: ClusterSpec
+    policy: str
+    """As the log names it; empty if no decision was taken."""
+    jobs: tuple[JobRecord, ...]
+    in_use: StepSeries
+    """GPUs held."""
+    waiting: StepSeries
+    """Jobs that hold no GPU."""
+    start_s: float
+    """First submission."""
+    end_s: float
+    """Last finish; the end of the log while a job is unfinished."""
+    decisions: int
+    origin_s: float
+    """What was subtracted from the log's times: 0 in a simulation, the first submission on a live cluster."""
+
+    @property
+    def live(self) -> bool:
+        """Whether the log's times were Unix time."""
+        return self.origin_s != 0.0
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that had not left when the log ends."""
+        return sum(job.status == "unfinished" for job in self.jobs)
+
+
+def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec) -> RunRecord:
+    """Fold a log into a run.
+
+    Times of a live log (since the epoch) are counted from the first submission; those of a simulation stay as they are.
+    Raises :class:`icefrog.state.IllegalTransitionError` on a log that cannot be true.
+    """
+    state = ClusterState(cluster)
+    collector = _Collector()
+    for record in records:
+        state.apply(record)
+        collector.see(record, state)
+    return collector.run(state)
+
+
+@dataclass(slots=True)
+class _Trail:
+    """What changed over one job's life; times as in the log."""
+
+    gpus: list[tuple[float, float]] = field(default_factory=list)
+    frozen: list[tuple[float, float]] = field(default_factory=list)
+    metric: list[tuple[float, float]] = field(default_factory=list)
+    sharing: list[Sharing] = field(default_factory=list)
+    warnings: list[tuple[float, str]] = field(default_factory=list)
+    held: tuple[GpuId, ...] = ()
+    share: float = 0.0  # GPUs held, a sharer half
+    waiting: bool = False
+    partner: str | None = None
+    partner_since_s: float = 0.0
+    num_layers: int | None = None
+
+
+class _Collector:
+    """Compares the state before and after each record, for the one job that the record is about."""
+
+    def __init__(self) -> None:
+        self.trails: dict[str, _Trail] = {}
+        self.on_gpu: dict[GpuId, list[str]] = {}
+        self.in_use: list[tuple[float, float]] = []
+        self.waiting: list[tuple[float, float]] = []
+        self.policy = ""
+        self.decisions = 0
+
+    def see(self, record: ev.AnyRecord, state: ClusterState) -> None:
+        """Take note of what ``record``, just applied, changed."""
+        if isinstance(record, ev.PlanDecided):
+            self.policy, self.decisions = record.policy, self.decisions + 1
+            return
+        if isinstance(record, ev.Tick):
+            return
+        job = state.jobs[record.job_id]
+        trail = self.trails.setdefault(record.job_id, _Trail())
+        self._reports(record, job, trail)
+        self._held(record.time_s, job, trail)
+        waits = job.waiting_since_s is not None
+        if waits != trail.waiting:
+            trail.waiting = waits
+            _step(self.waiting, record.time_s, 1.0 if waits else -1.0)
+
+    def _reports(self, record: ev.AnyRecord, job: JobState, trail: _Trail) -> None:
+        now_s = record.time_s
+        if isinstance(record, ev.JobStarted | ev.ProgressReported):
+            if job.profile is not None:
+                trail.num_layers = job.profile.num_layers
+            elif isinstance(record, ev.ProgressReported) and record.variance:
+                trail.num_layers = len(record.variance)  # one entry a layer
+            if not trail.frozen or trail.frozen[-1][1] != job.frozen_layers:
+                trail.frozen.append((now_s, float(job.frozen_layers)))
+        if isinstance(record, ev.ProgressReported | ev.JobFinished) and record.metric is not None:
+            trail.metric.append((now_s, record.metric))
+        if isinstance(record, ev.JobWarned):
+            trail.warnings.append((now_s, record.message))
+        if isinstance(record, ev.JobCrashed):
+            trail.warnings.append((now_s, f"attempt {record.attempt} died: {record.reason}"))
+
+    def _held(self, now_s: float, job: JobState, trail: _Trail) -> None:
+        held: tuple[GpuId, ...] = ()
+        share = 0.0
+        if job.holding is not None:
+            held = job.holding.gpus
+            share = len(held) * (0.5 if job.holding.shared else 1.0)
+        if share != trail.share:
+            _step(self.in_use, now_s, share - trail.share)
+            _set(trail.gpus, now_s, share)
+            trail.share = share
+        if held != trail.held:
+            touched = {*trail.held, *held}
+            for gpu in trail.held:
+                self.on_gpu[gpu].remove(job.job_id)
+            for gpu in held:
+                self.on_gpu.setdefault(gpu, []).append(job.job_id)
+            trail.held = held
+            for other in {job.job_id, *(j for gpu in touched for j in self.on_gpu[gpu])}:
+                self._partner(now_s, other)
+
+    def _partner(self, now_s: float, job_id: str) -> None:
+        trail = self.trails[job_id]
+        beside = [j for gpu in trail.held for j in self.on_gpu[gpu] if j != job_id]
+        partner = beside[0] if beside else None
+        if partner != trail.partner:
+            if trail.partner is not None and now_s > trail.partner_since_s:
+                trail.sharing.append(Sharing(trail.partner_since_s, now_s, trail.partner))
+            trail.partner, trail.partner_since_s = partner, now_s
+
+    def run(self, state: ClusterState) -> RunRecord:
+        """The record of what was seen."""
+        jobs = list(state.jobs.values())
+        first_s = min((job.submit_s for job in jobs), default=0.0)
+        origin_s = first_s if first_s > _EPOCH_S else 0.0
+        ends = [job.finish_s for job in jobs if job.finish_s is not None]
+        end_s = max(ends, default=first_s) if not state.active else max(state.now_s, first_s)
+        return RunRecord(
+            cluster=state.cluster,
+            policy=self.policy,
+            jobs=tuple(_job_record(job, self.trails[job.job_id], end_s, origin_s) for job in jobs),
+            in_use=_shift(self.in_use, origin_s),
+            waiting=_shift(self.waiting, origin_s),
+            start_s=first_s - origin_s,
+            end_s=end_s - origin_s,
+            decisions=self.decisions,
+            origin_s=origin_s,
+        )
+
+
+def _job_record(job: JobState, trail: _Trail, end_s: float, origin_s: float) -> JobRecord:
+    sharing = list(trail.sharing)
+    if trail.partner is not None and end_s > trail.partner_since_s:
+        sharing.append(Sharing(trail.partner_since_s, end_s, trail.partner))
+    still_waiting_s = end_s - job.waiting_since_s if job.waiting_since_s is not None else 0.0
+    return JobRecord(
+        job_id=job.job_id,
+        workload=job.spec.workload or "",
+        labels=dict(job.spec.labels),
+        target=job.spec.target,
+        status=STATUS.get(job.phase, "unfinished"),
+        reason=job.reason,
+        submit_s=job.submit_s - origin_s,
+        start_s=None if job.first_start_s is None else job.first_start_s - origin_s,
+        finish_s=None if job.finish_s is None else job.finish_s - origin_s,
+        queue_s=job.queue_s + still_waiting_s,
+        gpu_s=job.attained_s(end_s),
+        restarts=job.num_restarts,
+        crashes=job.num_crashes,
+        effective_samples=job.effective_samples,
+        num_layers=trail.num_layers,
+        gpus=_shift(trail.gpus, origin_s),
+        frozen=_shift(trail.frozen, origin_s),
+        metric=_shift(trail.metric, origin_s),
+        sharing=tuple(Sharing(s.start_s - origin_s, s.end_s - origin_s, s.partner) for s in sharing),
+        warnings=tuple((t - origin_s, text) for t, text in trail.warnings),
+    )
+
+
+def _step(series: list[tuple[float, float]], time_s: float, delta: float) -> None:
+    _set(series, time_s, (series[-1][1] if series else 0.0) + delta)
+
+
+def _set(series: list[tuple[float, float]], time_s: float, value: float) -> None:
+    """The series has ``value`` from ``time_s`` on; what it had at the same instant before is forgotten."""
+    if series and series[-1][0] >= time_s:
+        time_s = series[-1][0]
+        series.pop()
+    if not series or series[-1][1] != value:
+        series.append((time_s, value))
+
+
+def _shift(series: list[tuple[float, float]], origin_s: float) -> StepSeries:
+    return tuple((t - origin_s, value) for t, value in series)
