@@ -4,18 +4,21 @@ ones."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
-from icefrog.estimate.tuner import TunerRule, TunerTable, best_per_gpu_count, max_frozen_layers, penalties
+from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
 from icefrog.spec import ClusterSpec
 from icefrog.types import Candidate, Config, Estimate, JobView
 
-BoolArray = npt.NDArray[np.bool_]
+IndexArray = npt.NDArray[np.intp]
 
 MAX_SHARED_CANDIDATES = 8
 PRIOR_EFFICIENCY = 0.95
@@ -27,13 +30,8 @@ MIN_TTA_S = 1e-3
 
 def min_nodes(cluster: ClusterSpec, num_gpus: int) -> int | None:
     """Fewest nodes of the (empty) cluster that hold ``num_gpus``; None: the cluster is too small."""
-    left, nodes = num_gpus, 0
-    for size in sorted(cluster.gpus_per_node, reverse=True):
-        if left <= 0:
-            break
-        left -= size
-        nodes += 1
-    return nodes if left <= 0 else None
+    spans = _spans((num_gpus,), cluster)
+    return spans[0][1] if spans else None
 
 
 def candidates(
@@ -62,25 +60,52 @@ def candidates(
         sharing (its memory is unknown).
     """
     age_s = max(now_s - view.submit_s, 0.0)
-    placements = _placements(view, cluster)
+    placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
         return _prior_candidates(view, placements, age_s)
-    profile = view.profile
-    table = TunerTable.of(profile, _rule(view, profile, cluster, placements, freeze))
-    psi = _offered_psi(view, profile, freeze)
-    phi = _noise_scale(view)
-    remaining = _remaining_samples(view, profile)
+    rule = _rule(view, view.profile, cluster, placements, freeze)
     current = view.config if view.running and not view.shared else None
-    best = best_per_gpu_count(table, psi, phi=phi, current=current, hysteresis=hysteresis)
-    options = [Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in best.values()]
-    if view.spec.share and table.position(1) is not None:
-        options += _shared_candidates(table, psi, phi, age_s, remaining, max_shared)
-    return tuple(options)
+    inputs = (rule, view.stats, view.spec.freeze.rule, view.frozen_layers, current, hysteresis, max_shared)
+    memo, key = view.profile.memo, ("candidates", view.job_id, view.spec.share, freeze)
+    known = memo.get(key)
+    if isinstance(known, _Tuned) and known.inputs == inputs:  # between two epochs only age and progress change
+        choices = known.choices
+    else:
+        choices = _tuned(view, view.profile, rule, freeze, current, hysteresis, max_shared)
+        memo[key] = _Tuned(inputs, choices)
+    remaining = _remaining_samples(view, view.profile)
+    return tuple(Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in choices)
 
 
-def _placements(view: JobView, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    spans = ((gpus, min_nodes(cluster, gpus)) for gpus in view.spec.gpus)
-    return tuple((gpus, nodes) for gpus, nodes in spans if nodes is not None)
+@dataclass(frozen=True, slots=True)
+class _Tuned:
+    """The last answer of the Layer Tuner for a job, and what it was an answer to."""
+
+    inputs: tuple[object, ...]
+    choices: tuple[TunerChoice, ...]
+
+
+def _tuned(
+    view: JobView,
+    profile: Profile,
+    rule: TunerRule,
+    freeze: bool,
+    current: Config | None,
+    hysteresis: float,
+    max_shared: int,
+) -> tuple[TunerChoice, ...]:
+    table = TunerTable.of(profile, rule)
+    psi = _offered_psi(view, profile, freeze)
+    progress = table.progress(psi, _noise_scale(view))
+    best = pick(table, psi, progress, current=current, hysteresis=hysteresis)
+    shared = _shared_choices(table, psi, progress, max_shared) if view.spec.share else []
+    return (*best.values(), *shared)
+
+
+def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
+    """(num_gpus, fewest nodes that hold them) of every count that fits the cluster."""
+    reach = list(accumulate(sorted(cluster.gpus_per_node, reverse=True)))
+    return tuple((gpus, bisect_left(reach, gpus) + 1) for gpus in counts if gpus <= reach[-1])
 
 
 def _rule(
@@ -128,37 +153,34 @@ def _floored(estimate: Estimate) -> Estimate:
     return estimate if estimate.tta_s >= MIN_TTA_S else replace(estimate, tta_s=MIN_TTA_S)
 
 
-def _shared_candidates(
-    table: TunerTable, psi: FloatArray, phi: float | None, age_s: float, remaining: float, limit: int
-) -> list[Candidate]:
+def _shared_choices(table: TunerTable, psi: FloatArray, progress: FloatArray, limit: int) -> list[TunerChoice]:
     """The Pareto set over (m, l) of (T_acc, memory, utilisation) on one shared GPU, the fastest first.
 
     A configuration that breaks the sharing rule by itself is left out: it could never be half of a pair. A
-    set larger than ``limit`` is thinned evenly along T_acc; the fastest and the slowest (the smallest) stay.
+    set larger than ``limit`` is thinned evenly along T_acc; the fastest and the slowest stay.
     """
     index = table.position(1)
-    assert index is not None
-    progress = table.progress(psi, phi)[index]
-    mem, util = table.mem_bytes[index], table.util_pct[index]
-    fits = (progress > 0) & (MEM_SAFETY * mem <= table.rule.gpu_mem_bytes) & (util <= MAX_UTIL_PCT)
-    rows, depths = np.nonzero(fits)
-    if not rows.size or limit < 1:
+    if index is None or limit < 1:
         return []
-    costs = np.stack([-progress[rows, depths], mem[rows, depths], util[rows, depths]], axis=1)
-    front = np.flatnonzero(pareto_front(costs))
-    front = front[np.argsort(costs[front, 0], kind="stable")]
+    alone, mem, util = progress[index], table.mem_bytes[index], table.util_pct[index]
+    fits = (alone > 0) & (MEM_SAFETY * mem <= table.rule.gpu_mem_bytes) & (util <= MAX_UTIL_PCT)
+    rows, depths = np.nonzero(fits)
+    costs = np.column_stack([-alone[rows, depths], mem[rows, depths], util[rows, depths]])
+    front = pareto_front(costs)
     if len(front) > limit:
         front = front[np.unique(np.linspace(0, len(front) - 1, limit).round().astype(np.intp))]
-    chosen = [table.choice((index, int(rows[i]), int(depths[i])), psi, float(-costs[i, 0]), True, "") for i in front]
-    return [Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in chosen]
+    return [table.choice((index, int(rows[i]), int(depths[i])), psi, float(-costs[i, 0]), shared=True) for i in front]
 
 
-def pareto_front(costs: FloatArray) -> BoolArray:
-    """Which rows of (N, d) no other row beats (<= everywhere, < somewhere); of equal rows the first stays."""
-    no_worse = np.all(costs[:, None, :] <= costs[None, :, :], axis=2)  # [i, j]: i is no worse than j
-    better = no_worse & ~no_worse.T
-    twin = no_worse & no_worse.T & (np.arange(len(costs))[:, None] < np.arange(len(costs))[None, :])
-    return np.asarray(~np.any(better | twin, axis=0))
+def pareto_front(costs: FloatArray) -> IndexArray:
+    """Indices of the rows of (N, 3) that no other row beats (<= everywhere, < somewhere), by rising first cost.
+
+    Of equal rows the first stays.
+    """
+    order = np.lexsort((costs[:, 2], costs[:, 1], costs[:, 0]))
+    second, third = costs[order, 1], costs[order, 2]
+    beaten = (second[:, None] <= second) & (third[:, None] <= third)  # [i, j]: i beats j, if it comes earlier
+    return np.asarray(order[~np.any(np.triu(beaten, k=1), axis=0)])
 
 
 def _prior_candidates(view: JobView, placements: tuple[tuple[int, int], ...], age_s: float) -> tuple[Candidate, ...]:

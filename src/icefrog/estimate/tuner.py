@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ class TunerChoice:
     step_s: float
     mem_bytes: float
     util_pct: float
-    reason: str
+    reason: str = ""  # filled in by :func:`tune`
 
     def estimate(self, age_s: float, remaining_samples: float) -> Estimate:
         """The Estimate with T_acc = T_age + P / E (Eq. 1, 16)."""
@@ -138,14 +138,15 @@ class TunerTable:
 
     def progress(self, psi: FloatArray, phi: float | None) -> FloatArray:
         """E of every cell alone on its GPUs, shape (A, R, l_max + 1); 0 where not legal or not offered."""
-        worth = np.nan_to_num(psi[self.depths], nan=0.0)
+        offered = psi[: len(self.depths)]
+        worth = np.where(np.isnan(offered), 0.0, offered)
+        if len(self.rule.global_batches) == 1:
+            return np.asarray(self.throughput * worth)
         return np.asarray(self.throughput * self._efficiency(phi)[:, :, None] * worth)
 
     def _efficiency(self, phi: float | None) -> FloatArray:
         """EFF(M) = (phi + M0) / (phi + M); phi unknown counts as 0, so that a larger batch is not believed
         in."""
-        if len(self.rule.global_batches) == 1:
-            return np.ones(self.global_batch.shape)
         noise = max(phi, 0.0) if phi is not None else 0.0
         return np.asarray((noise + self.rule.initial_batch) / (noise + np.maximum(self.global_batch, 1)))
 
@@ -166,7 +167,7 @@ class TunerTable:
         return index, row, config.frozen_layers
 
     def choice(
-        self, cell: tuple[int, int, int], psi: FloatArray, progress: float, shared: bool, reason: str
+        self, cell: tuple[int, int, int], psi: FloatArray, progress: float, *, shared: bool = False
     ) -> TunerChoice:
         """The cell as a TunerChoice; ``progress`` is E alone on the GPU."""
         index, row, depth = cell
@@ -186,7 +187,6 @@ class TunerTable:
             step_s=float(self.step_s[cell]) / speed,
             mem_bytes=float(self.mem_bytes[cell]),
             util_pct=float(self.util_pct[cell]),
-            reason=reason,
         )
 
 
@@ -227,11 +227,23 @@ def best_per_gpu_count(
         frozen, then the fewest micro-steps of the smallest batch.
     """
     progress = table.progress(psi, phi)
+    return pick(table, psi, progress, current=current, hysteresis=hysteresis, shared=shared)
+
+
+def pick(
+    table: TunerTable,
+    psi: FloatArray,
+    progress: FloatArray,
+    *,
+    current: Config | None = None,
+    hysteresis: float = 0.0,
+    shared: bool = False,
+) -> dict[int, TunerChoice]:
+    """The argmax of :func:`best_per_gpu_count` over E as :meth:`TunerTable.progress` gives it, (A, R, l_max + 1)."""
     if progress.size == 0:
         return {}
     by_depth = np.swapaxes(progress, 1, 2).reshape(len(progress), -1)  # ties go to the shallowest depth
-    flat = by_depth.argmax(axis=1)
-    depths, rows = np.divmod(flat, progress.shape[1])
+    depths, rows = np.divmod(by_depth.argmax(axis=1), progress.shape[1])
     held = table.find(current) if current is not None else None
     choices: dict[int, TunerChoice] = {}
     for index, (num_gpus, _) in enumerate(table.rule.placements):
@@ -239,26 +251,29 @@ def best_per_gpu_count(
         value = float(progress[cell])
         if value <= 0.0:
             continue
-        reason = _reason(psi, progress, cell)
-        if held is not None and held[0] == index and held != cell:
-            kept = float(progress[held])
-            if kept > 0.0 and value <= kept * (1.0 + hysteresis) * (1.0 + 1e-12):
-                cell, value = held, kept
-                gain = float(progress[index].max()) / kept - 1.0
-                reason = f"kept at {held[2]} frozen: the best would gain {gain:.1%}"
-        choices[num_gpus] = table.choice(cell, psi, value, shared, reason)
+        kept = float(progress[held]) if held is not None and held[0] == index else 0.0
+        if held is not None and kept > 0.0 and value <= kept * (1.0 + hysteresis) * (1.0 + 1e-12):
+            cell, value = held, kept
+        choices[num_gpus] = table.choice(cell, psi, value, shared=shared)
     return choices
 
 
-def _reason(psi: FloatArray, progress: FloatArray, cell: tuple[int, int, int]) -> str:
-    index, _, depth = cell
+def explain(table: TunerTable, psi: FloatArray, progress: FloatArray, choice: TunerChoice) -> str:
+    """One line on why the tuner picked this configuration, for people."""
+    index = table.position(choice.config.num_gpus)
+    cell = table.find(choice.config)
+    if index is None or cell is None:
+        return "not a legal configuration"
     if np.isnan(psi[1:]).all():
         return "no depth is offered (no gradient statistics yet, or freezing is off)"
-    if depth == 0:
+    best, chosen = float(progress[index].max()), float(progress[cell])
+    if best > chosen:
+        return f"kept at {choice.config.frozen_layers} frozen: the best would gain {best / chosen - 1.0:.1%}"
+    if choice.config.frozen_layers == 0:
         return "full training makes the most progress"
     unfrozen = float(progress[index, :, 0].max())
-    gain = f"E {float(progress[cell]):.4g} against {unfrozen:.4g}" if unfrozen > 0 else "full training does not fit"
-    return f"{depth} frozen: psi {psi[depth]:.3f}, {gain}"
+    against = f"E {chosen:.4g} against {unfrozen:.4g}" if unfrozen > 0 else "full training does not fit"
+    return f"{choice.config.frozen_layers} frozen: psi {choice.psi:.3f}, {against}"
 
 
 def tune(
@@ -300,18 +315,15 @@ def tune(
     """
     first = initial_batch if initial_batch is not None else min(global_batches)
     rule = TunerRule(((num_gpus, num_nodes),), tuple(global_batches), first, max_frozen_layers, gpu_mem_bytes)
-    choices = best_per_gpu_count(
-        TunerTable.of(profile, rule),
-        penalties(profile, variance),
-        phi=phi,
-        current=current,
-        hysteresis=hysteresis,
-        shared=shared,
-    )
+    table = TunerTable.of(profile, rule)
+    psi = penalties(profile, variance)
+    progress = table.progress(psi, phi)
+    choices = pick(table, psi, progress, current=current, hysteresis=hysteresis, shared=shared)
     if num_gpus not in choices:
         raise UserError(
             f"no global batch of {list(global_batches)} can run on {num_gpus} GPUs with local batches of "
             f"{profile.min_local_batch} to {profile.max_local_batch} in {gpu_mem_bytes:.3g} bytes",
             "choose a batch that the GPU count divides, or other GPU counts",
         )
-    return choices[num_gpus]
+    choice = choices[num_gpus]
+    return replace(choice, reason=explain(table, psi, progress, choice))
