@@ -1,0 +1,1 @@
+"""Executors: what carries out the commands. ``base`` says what one is."""

@@ -1,0 +1,227 @@
+"""One attempt on disk: a folder that a supervisor is pointed at, and what can be read back from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+from icefrog import events as ev
+from icefrog.executors.local import files, supervisor
+from icefrog.runtime import protocol
+from icefrog.spec import JobSpec
+from icefrog.types import GpuId
+
+CWD_LABEL = "cwd"
+"""Label of a job that holds the folder it was submitted from."""
+
+
+class Life(Enum):
+    """How far an attempt is."""
+
+    NOT_BEGUN = auto()  # no supervisor has taken it up (yet)
+    RUNNING = auto()  # a supervisor or ranks of it are there
+    OVER = auto()  # it ran, and nothing of it is left
+
+
+@dataclass(frozen=True, slots=True)
+class JobFolder:
+    """``home/jobs/<job>``."""
+
+    path: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by whatever runs of the job."""
+        return self.path / "run.lock"
+
+    def attempt(self, number: int) -> Attempt:
+        """The folder of one attempt, whether it exists or not."""
+        return Attempt(self, number)
+
+    def newest(self, up_to: int) -> Attempt | None:
+        """The newest attempt that was written down."""
+        found = (self.attempt(number) for number in range(up_to, 0, -1))
+        return next((attempt for attempt in found if attempt.exists()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """``home/jobs/<job>/attempt-<n>``."""
+
+    job: JobFolder
+    number: int
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.job.path / f"attempt-{self.number}"
+
+    @property
+    def log(self) -> Path:
+        """Standard output and error of all ranks."""
+        return self.path / "log"
+
+    @property
+    def reports(self) -> Path:
+        """What the job says of itself."""
+        return self.path / protocol.REPORTS_FILE
+
+    def exists(self) -> bool:
+        """Whether it was written down completely."""
+        return (self.path / "launch.json").exists()
+
+    def create(self, spec: JobSpec, gpus: tuple[GpuId, ...], grant: ev.Grant, device_env: Mapping[str, str]) -> None:
+        """Write down what to run; ``launch.json`` comes last and makes it valid. Doing it again changes nothing."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        cwd = Path(spec.labels.get(CWD_LABEL, "."))
+        checkpoint = (cwd / spec.checkpoint) if spec.checkpoint else self.job.path / "checkpoint"
+        granted = job_grant(spec, grant)
+        self.write_grant(granted)
+        files.write_json(self.path / "spec.json", spec.model_dump_json(by_alias=True, indent=2))
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+            **device_env,
+            protocol.ENV_JOB_ID: spec.job_id,
+            protocol.ENV_ATTEMPT: str(self.number),
+            protocol.ENV_ATTEMPT_DIR: str(self.path),
+            protocol.ENV_CHECKPOINT_DIR: str(checkpoint),
+            protocol.ENV_GRANT: granted.model_dump_json(),
+            **spec.env,
+        }
+        launch = {
+            "argv": argv(spec, grant, checkpoint),
+            "cwd": str(cwd),
+            "env": env,
+            "num_ranks": grant.num_gpus,
+            "gpus": [[gpu.node, gpu.device] for gpu in gpus],
+            "shared": grant.shared,
+            "grace_s": spec.stop_grace_s,
+            "lock": str(self.job.lock),
+        }
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        files.write_json(self.path / "launch.json", launch)
+
+    def write_grant(self, grant: protocol.Grant) -> None:
+        """Tell a running job its bounds."""
+        files.write_json(self.path / protocol.GRANT_FILE, grant.model_dump_json())
+
+    def read_grant(self) -> protocol.Grant | None:
+        """The bounds it was told last."""
+        found = files.read_json(self.path / protocol.GRANT_FILE)
+        return None if found is None else protocol.Grant.model_validate(found)
+
+    def gpus(self) -> tuple[GpuId, ...]:
+        """The GPUs it runs on."""
+        launch = files.read_json(self.path / "launch.json")
+        return () if launch is None else tuple(GpuId(*gpu) for gpu in launch["gpus"])
+
+    def shared(self) -> bool:
+        """Whether it was started as one of two on its GPU."""
+        launch = files.read_json(self.path / "launch.json")
+        return launch is not None and bool(launch["shared"])
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start a supervisor, in a session of its own: Ctrl-C at the controller's terminal is not for it.
+
+        A second one for the same attempt gives up by itself, so starting one too many is harmless.
+        """
+        with (self.path / "supervisor.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, str(self.path)],
+                cwd=self.path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def life(self) -> Life:
+        """How far it is, told by the lock and the supervisor's files alone."""
+        pid = files.read_json(self.path / "supervisor.pid")
+        if pid is None:
+            if files.is_locked(self.job.lock):
+                return Life.RUNNING
+            pid = files.read_json(self.path / "supervisor.pid")  # it may have run between the two looks
+            if pid is None:
+                return Life.NOT_BEGUN
+        if not self._has_exit() and supervisor.start_ticks(pid["pid"]) == pid["start_ticks"]:
+            return Life.RUNNING
+        return Life.RUNNING if files.is_locked(self.job.lock) else Life.OVER
+
+    def _has_exit(self) -> bool:
+        return (self.path / "exit.json").exists()
+
+    def orphaned(self) -> bool:
+        """Whether ranks may be left whose supervisor was killed."""
+        pid = files.read_json(self.path / "supervisor.pid")
+        return pid is not None and not self._has_exit() and supervisor.start_ticks(pid["pid"]) != pid["start_ticks"]
+
+    def kill_orphans(self) -> int:
+        """End what a killed supervisor left behind; how many processes that were."""
+        left = files.stragglers(self.job.lock, f"{protocol.ENV_ATTEMPT_DIR}={self.path}")
+        files.kill(left)
+        return len(left)
+
+    def ask_stop(self) -> None:
+        """Ask it to save a checkpoint and leave; asking again changes nothing."""
+        stop = self.path / protocol.STOP_FILE
+        if self.path.is_dir() and not stop.exists():
+            stop.touch()
+
+    def ask_kill(self) -> None:
+        """End it without a checkpoint."""
+        (self.path / "kill").touch()
+
+    def up_since_s(self) -> float | None:
+        """When its ranks were all started, s since the epoch."""
+        ranks = files.read_json(self.path / "ranks.json")
+        return None if ranks is None else float(ranks["time_s"])
+
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+
+
+def job_grant(spec: JobSpec, grant: ev.Grant) -> protocol.Grant:
+    """What a job is told: the scheduler's grant and the rules of its own specification."""
+    return protocol.Grant(
+        **grant.model_dump(),
+        global_batch=grant.global_batch,
+        max_fraction=spec.freeze.max_fraction,
+        rule=spec.freeze.rule,
+        target=spec.target,
+        max_epochs=spec.max_epochs,
+    )
+
+
+def argv(spec: JobSpec, grant: ev.Grant, checkpoint: Path) -> list[str]:
+    """The command of each rank, its placeholders filled in. ``python`` is the one that runs IceFrog."""
+    if spec.command is None:
+        return [sys.executable, "-m", "icefrog.executors.local.entry", spec.entry or ""]
+    values = {
+        "{max_epochs}": str(spec.max_epochs),
+        "{num_gpus}": str(grant.num_gpus),
+        "{batch}": str(grant.global_batch),
+        "{checkpoint}": str(checkpoint),
+    }
+    words = []
+    for word in spec.command:
+        for placeholder, value in values.items():
+            word = word.replace(placeholder, value)
+        words.append(word)
+    if words[0] in ("python", "python3"):
+        words[0] = sys.executable
+    return words
