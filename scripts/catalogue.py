@@ -94,7 +94,12 @@ def _mobilenet(labels: int, cifar: bool) -> nn.Module:
 
 def _mobilenet_units(model: nn.Module) -> Units:
     blocks = [(f"block{i + 1}", [f"mobilenet_v2.layer.{i}"]) for i in range(len(model.mobilenet_v2.layer))]
-    return [("stem", ["mobilenet_v2.conv_stem"]), *blocks, ("conv_1x1", ["mobilenet_v2.conv_1x1"]), ("head", ["classifier"])]
+    return [
+        ("stem", ["mobilenet_v2.conv_stem"]),
+        *blocks,
+        ("conv_1x1", ["mobilenet_v2.conv_1x1"]),
+        ("head", ["classifier"]),
+    ]
 
 
 # --- language -------------------------------------------------------------------------------------------------------
@@ -117,7 +122,9 @@ _LLAMA = {
 
 
 def _llama(size: str, head: type[nn.Module]) -> nn.Module:
-    return head(LlamaConfig(vocab_size=32000, attn_implementation="eager", use_cache=False, pad_token_id=0, **_LLAMA[size]))
+    return head(
+        LlamaConfig(vocab_size=32000, attn_implementation="eager", use_cache=False, pad_token_id=0, **_LLAMA[size])
+    )
 
 
 def _llama_units(base: str, head: str) -> Callable[[nn.Module], Units]:
@@ -149,9 +156,11 @@ def _ddpm() -> nn.Module:
 def _ddpm_units(model: nn.Module) -> Units:
     units: Units = [("conv_in", ["time_embedding", "conv_in"])]
     for kind in ("down", "mid", "up"):
-        blocks = [("mid_block", model.mid_block)] if kind == "mid" else [
-            (f"{kind}_blocks.{i}", block) for i, block in enumerate(getattr(model, f"{kind}_blocks"))
-        ]
+        blocks = (
+            [("mid_block", model.mid_block)]
+            if kind == "mid"
+            else [(f"{kind}_blocks.{i}", block) for i, block in enumerate(getattr(model, f"{kind}_blocks"))]
+        )
         for path, block in blocks:
             units += _unet_block(path, block, kind)
     return [*units, ("conv_out", ["conv_norm_out", "conv_out"])]
@@ -221,13 +230,17 @@ def count(model_of: Model) -> dict[str, Any]:
     total = float(counter.get_total_flops())
     parameters = sum(p.numel() for p in model.parameters())
     covered = sum(r["flops"] for r in rows) / (1 + BACKWARD_PER_FORWARD)
-    if abs(covered - total) > 1e-4 * total or sum(r["param_bytes"] for r in rows) != parameters * model_of.param_dtype_bytes:
+    if (
+        abs(covered - total) > 1e-4 * total
+        or sum(r["param_bytes"] for r in rows) != parameters * model_of.param_dtype_bytes
+    ):
         raise SystemExit(f"{model_of.source}: units cover {covered} of {total} FLOPs, {rows}")
     return {
         "source": model_of.source,
         "sample": model_of.sample,
         "parameters": parameters,
         "forward_macs": total / 2,
+        "weighted_modules": sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()),
         "param_dtype_bytes": model_of.param_dtype_bytes,
         "layers": rows,
     }
@@ -242,58 +255,93 @@ def models() -> dict[str, Model]:
     tf, r18, r50 = "transformers 5.24.0", [64, 128, 256, 512], [256, 512, 1024, 2048]
     image = lambda size: lambda: {"pixel_values": _meta(1, 3, size, size)}  # noqa: E731
     resnet50 = Model(
-        f"{tf} ResNet-50", "3x224x224 image", lambda: _resnet([3, 4, 6, 3], r50, "bottleneck", 1000, False),
-        image(224), _resnet_units,
+        f"{tf} ResNet-50",
+        "3x224x224 image",
+        lambda: _resnet([3, 4, 6, 3], r50, "bottleneck", 1000, False),
+        image(224),
+        _resnet_units,
     )
     return {
         "resnet18-cifar10": Model(
-            f"{tf} ResNet-18, 3x3 stem for CIFAR", "3x32x32 image",
-            lambda: _resnet([2, 2, 2, 2], r18, "basic", 10, True), image(32), _resnet_units,
+            f"{tf} ResNet-18, 3x3 stem for CIFAR",
+            "3x32x32 image",
+            lambda: _resnet([2, 2, 2, 2], r18, "basic", 10, True),
+            image(32),
+            _resnet_units,
         ),
         "resnet50-imagenet": resnet50,
         "mobilenetv2-cifar10": Model(
-            f"{tf} MobileNetV2 1.0, stem and second stage without stride for CIFAR", "3x32x32 image",
-            lambda: _mobilenet(10, True), image(32), _mobilenet_units,
+            f"{tf} MobileNetV2 1.0, stem and second stage without stride for CIFAR",
+            "3x32x32 image",
+            lambda: _mobilenet(10, True),
+            image(32),
+            _mobilenet_units,
         ),
         "yolov3-voc": Model(
-            "Darknet-53 and YOLOv3 heads of arXiv:1804.02767, 20 classes", "3x416x416 image",
-            lambda: YoloV3(20), lambda: {"image": _meta(1, 3, 416, 416)}, lambda m: m.units(),
+            "Darknet-53 and YOLOv3 heads of arXiv:1804.02767, 20 classes",
+            "3x416x416 image",
+            lambda: YoloV3(20),
+            lambda: {"image": _meta(1, 3, 416, 416)},
+            lambda m: m.units(),
         ),
         "ddpm-cifar10": Model(
-            "diffusers 0.42.1 UNet2DModel, configuration of google/ddpm-cifar10-32", "3x32x32 image", _ddpm,
-            lambda: {"sample": _meta(1, 3, 32, 32), "timestep": 1}, _ddpm_units,
+            "diffusers 0.42.1 UNet2DModel, configuration of google/ddpm-cifar10-32",
+            "3x32x32 image",
+            _ddpm,
+            lambda: {"sample": _meta(1, 3, 32, 32), "timestep": 1},
+            _ddpm_units,
         ),
         "bert-squad": Model(
             f"{tf} BERT-base, question answering head", "384 tokens", _bert, lambda: _masked_tokens(384), _bert_units
         ),
         "llama-3b-squad": Model(
-            f"{tf} LLaMA, configuration of OpenLLaMA-3B, question answering head", "384 tokens",
-            lambda: _llama("3b", LlamaForQuestionAnswering), lambda: _masked_tokens(384),
-            _llama_units("transformer", "qa_outputs"), 2,
+            f"{tf} LLaMA, configuration of OpenLLaMA-3B, question answering head",
+            "384 tokens",
+            lambda: _llama("3b", LlamaForQuestionAnswering),
+            lambda: _masked_tokens(384),
+            _llama_units("transformer", "qa_outputs"),
+            2,
         ),
         "llama-7b-sst2": Model(
-            f"{tf} LLaMA-7B, classification head", "128 tokens",
-            lambda: _llama("7b", LlamaForSequenceClassification), lambda: _masked_tokens(128),
-            _llama_units("model", "score"), 2,
+            f"{tf} LLaMA-7B, classification head",
+            "128 tokens",
+            lambda: _llama("7b", LlamaForSequenceClassification),
+            lambda: _masked_tokens(128),
+            _llama_units("model", "score"),
+            2,
         ),
         "check/resnet18-imagenet": Model(
-            f"{tf} ResNet-18", "3x224x224 image", lambda: _resnet([2, 2, 2, 2], r18, "basic", 1000, False),
-            image(224), _resnet_units,
+            f"{tf} ResNet-18",
+            "3x224x224 image",
+            lambda: _resnet([2, 2, 2, 2], r18, "basic", 1000, False),
+            image(224),
+            _resnet_units,
         ),
         "check/mobilenetv2-imagenet": Model(
             f"{tf} MobileNetV2 1.0", "3x224x224 image", lambda: _mobilenet(1000, False), image(224), _mobilenet_units
         ),
         "check/yolov3-coco": Model(
-            "YOLOv3, 80 classes", "3x416x416 image", lambda: YoloV3(80),
-            lambda: {"image": _meta(1, 3, 416, 416)}, lambda m: m.units(),
+            "YOLOv3, 80 classes",
+            "3x416x416 image",
+            lambda: YoloV3(80),
+            lambda: {"image": _meta(1, 3, 416, 416)},
+            lambda m: m.units(),
         ),
         "check/openllama-3b": Model(
-            f"{tf} OpenLLaMA-3B, language-model head", "128 tokens", lambda: _llama("3b", LlamaForCausalLM),
-            lambda: _masked_tokens(128), _llama_units("model", "lm_head"), 2,
+            f"{tf} OpenLLaMA-3B, language-model head",
+            "128 tokens",
+            lambda: _llama("3b", LlamaForCausalLM),
+            lambda: _masked_tokens(128),
+            _llama_units("model", "lm_head"),
+            2,
         ),
         "check/llama-7b": Model(
-            f"{tf} LLaMA-7B, language-model head", "128 tokens", lambda: _llama("7b", LlamaForCausalLM),
-            lambda: _masked_tokens(128), _llama_units("model", "lm_head"), 2,
+            f"{tf} LLaMA-7B, language-model head",
+            "128 tokens",
+            lambda: _llama("7b", LlamaForCausalLM),
+            lambda: _masked_tokens(128),
+            _llama_units("model", "lm_head"),
+            2,
         ),
     }
 
@@ -310,14 +358,18 @@ def main() -> int:
     counted = {name: count(model) for name, model in known.items()}
     for name, entry in counted.items():
         saved = sum(layer["saved_bytes"] for layer in entry["layers"])
-        print(f"{name:28} {len(entry['layers']):3} units {entry['parameters'] / 1e6:9.2f} M parameters "
-              f"{entry['forward_macs'] / 1e9:9.3f} GMACs {saved / 1e6:9.1f} MB saved")
+        print(
+            f"{name:28} {len(entry['layers']):3} units {entry['parameters'] / 1e6:9.2f} M parameters "
+            f"{entry['forward_macs'] / 1e9:9.3f} GMACs {saved / 1e6:9.1f} MB saved"
+        )
     table = {
         "schema": 1,
         "about": "written by scripts/catalogue.py; flops = 3 x forward FLOPs (2 per multiply-add) of one sample; "
         "saved_bytes = what autograd keeps for the backward pass of one sample in float32",
         "models": {n: e for n, e in counted.items() if "/" not in n},
-        "checks": {n[6:]: {k: e[k] for k in ("source", "parameters", "forward_macs")} for n, e in counted.items() if "/" in n},
+        "checks": {
+            n[6:]: {k: e[k] for k in ("source", "parameters", "forward_macs")} for n, e in counted.items() if "/" in n
+        },
     }
     text = json.dumps(table, indent=1) + "\n"
     if args.check:

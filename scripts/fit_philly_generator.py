@@ -56,7 +56,8 @@ def fit(trace: Trace) -> dict[str, Any]:
         "hours": HOURS,
         "arrival_weight": [round(float(a) / len(submit_s), 5) for a in arrivals],
         "gpu_counts": [
-            {"num_gpus": n, "weight": round(seen / len(submit_s), 6), "table": table_of[n]} for n, seen in counts.items()
+            {"num_gpus": n, "weight": round(seen / len(submit_s), 6), "table": table_of[n]}
+            for n, seen in counts.items()
         ],
         "log_duration": tables,
     }

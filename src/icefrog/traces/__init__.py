@@ -1,7 +1,10 @@
-"""Job logs: one reader per format, windows and samples of them, and seeded generators."""
+"""Job logs: one reader per format, windows and samples of them, seeded generators, and what jobs they become."""
 
+from icefrog.traces.describe import describe, describe_text
+from icefrog.traces.jobs import TraceJobs, task_mix, to_specs
 from icefrog.traces.own_csv import write_text
 from icefrog.traces.reading import TraceFormat, read_trace, trace_formats
+from icefrog.traces.synth import synth_names, synth_trace
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
 from icefrog.traces.window import limit_gpus, pool_days, sample, scale_load, window
 
@@ -10,11 +13,18 @@ __all__ = [
     "Trace",
     "TraceFormat",
     "TraceJob",
+    "TraceJobs",
+    "describe",
+    "describe_text",
     "limit_gpus",
     "pool_days",
     "read_trace",
     "sample",
     "scale_load",
+    "synth_names",
+    "synth_trace",
+    "task_mix",
+    "to_specs",
     "trace_formats",
     "window",
     "write_text",

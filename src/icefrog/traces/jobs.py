@@ -1,0 +1,143 @@
+"""From logged jobs to jobs of the catalogue. Decisions: ``docs/notes/trace-to-jobs.md``.
+
+A logged job keeps its submission, its GPU request and its length. What it trains is drawn from the tasks of its GPU-time
+class; the same trace and seed always give the same jobs, and one job's draw does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from icefrog.errors import UserError
+from icefrog.spec import BatchRule, FreezeRule, JobSpec
+from icefrog.traces.trace import ReadReport, Trace, TraceJob
+from icefrog.workloads.catalogue import Catalogue, Workload
+from icefrog.workloads.classes import gpu_time_class
+from icefrog.workloads.jobs import epochs_for
+
+MAX_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJobs:
+    """The jobs of a replay, and the account of what was left out."""
+
+    specs: tuple[JobSpec, ...]
+    report: ReadReport
+
+
+def to_specs(
+    trace: Trace,
+    catalogue: Catalogue,
+    *,
+    seed: int = 0,
+    max_gpus: int | None = None,
+    gpus_per_node: int = 4,
+    max_fraction: float = MAX_FRACTION,
+) -> TraceJobs:
+    """Match every job of the trace to a task.
+
+    Args:
+        trace: the jobs.
+        catalogue: the tasks.
+        seed: of task and batch.
+        max_gpus: GPUs of the cluster: a job that asks for more is left out and counted, and no job's A_k goes beyond.
+        gpus_per_node: over how many nodes the logged request spread; must be what :func:`job_profile` is given.
+        max_fraction: largest share of layers that may be frozen.
+
+    Raises:
+        UserError: no job is left.
+    """
+    kept = [job for job in trace.jobs if max_gpus is None or job.num_gpus <= max_gpus]
+    report = trace.report.drop(f"asks for more than {max_gpus} GPUs", len(trace.jobs) - len(kept))
+    if not kept:
+        raise UserError(
+            f"every job of the trace asks for more than {max_gpus} GPUs", "give a larger cluster or another window"
+        )
+    freeze = FreezeRule(max_fraction=max_fraction)
+    specs = tuple(_spec(job, catalogue, seed, max_gpus, gpus_per_node, freeze) for job in kept)
+    return TraceJobs(specs, report)
+
+
+def task_mix(specs: tuple[JobSpec, ...]) -> dict[str, int]:
+    """Jobs by workload, most frequent first."""
+    return dict(Counter(spec.workload or "" for spec in specs).most_common())
+
+
+def _spec(
+    job: TraceJob, catalogue: Catalogue, seed: int, max_gpus: int | None, gpus_per_node: int, freeze: FreezeRule
+) -> JobSpec:
+    rng = np.random.default_rng([seed, zlib.crc32(job.job_id.encode()), 3])
+    workload = _pick(job, catalogue, rng)
+    batch = _batch(workload, job.num_gpus, rng)
+    counts = gpu_counts(workload, job.num_gpus, batch, max_gpus)
+    labels = {"class": gpu_time_class(job.gpu_s), "user": job.user, "vc": job.vc}
+    return JobSpec(
+        name=job.job_id,
+        gpus=counts,
+        batch=BatchRule(**{"global": batch}),
+        freeze=freeze,
+        target=workload.task.target,
+        max_epochs=epochs_for(workload, job.duration_s, job.num_gpus, batch, gpus_per_node),
+        share=workload.task.share and 1 in counts,
+        workload=workload.name,
+        submit_s=job.submit_s,
+        num_gpus=job.num_gpus,
+        duration_s=job.duration_s,
+        labels={key: value for key, value in labels.items() if value},
+    )
+
+
+def _pick(job: TraceJob, catalogue: Catalogue, rng: np.random.Generator) -> Workload:
+    """A task of the job's class whose allocation unit divides the request; every class has one of unit 1."""
+    options = [
+        (name, weight)
+        for name, weight in catalogue.of_class(gpu_time_class(job.gpu_s))
+        if job.num_gpus % catalogue.tasks[name].gpus.unit == 0
+    ]
+    weights = np.array([weight for _, weight in options])
+    return catalogue[options[int(rng.choice(len(options), p=weights / weights.sum()))][0]]
+
+
+def _batch(workload: Workload, request: int, rng: np.random.Generator) -> int:
+    """A global batch that the request divides into local batches that the task allows.
+
+    Odd part of the request times powers of two, within the task's range; where the request is too large (or too small)
+    for the range, the nearest that fits it.
+    """
+    task = workload.task
+    smallest, largest = request * task.local_batch.min, request * task.local_batch.max
+    odd = request // (request & -request)
+    first = math.ceil(math.log2(smallest / odd))
+    last = math.floor(math.log2(largest / odd))
+    fitting = [odd << k for k in range(first, last + 1) if (odd << k) % request == 0]
+    inside = [batch for batch in fitting if task.batch.min <= batch <= task.batch.max]
+    if inside:
+        return inside[int(rng.integers(len(inside)))]
+    return fitting[0] if fitting[0] > task.batch.max else fitting[-1]
+
+
+def gpu_counts(workload: Workload, request: int, batch: int, max_gpus: int | None) -> tuple[int, ...]:
+    """A_k: the request's odd part times powers of two, in the task's range; each divides the batch without accumulation.
+
+    The request is always among them.
+    """
+    task = workload.task
+    odd = request // (request & -request)
+    limit = max(task.gpus.max if max_gpus is None else min(task.gpus.max, max_gpus), request)
+    counts = [odd << k for k in range(int(math.log2(limit / odd)) + 1)]
+    return tuple(
+        count
+        for count in counts
+        if count == request
+        or (
+            count % task.gpus.unit == 0
+            and batch % count == 0
+            and task.local_batch.min <= batch // count <= task.local_batch.max
+        )
+    )

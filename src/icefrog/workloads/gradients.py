@@ -1,0 +1,210 @@
+"""Gradient statistics by training progress: whole-model totals times their split over layers. Pure numpy.
+
+Totals (S and |G|^2 by batch) are fitted to public measurements where they exist. The split over layers, and how freezing a
+prefix changes what remains, are measured on two small networks and stand for larger ones of the same kind: ``proxy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from icefrog.profile import FloatArray
+
+
+@dataclass(frozen=True)
+class Totals:
+    """ln S and ln |G|^2 of the whole model at ``len(progress)`` points for some batches, per-sample units."""
+
+    batches: FloatArray  # (B,), ascending
+    log_variance: FloatArray  # (B, P)
+    log_sqr_norm: FloatArray  # (B, P)
+
+    def at(self, progress: float, batch: float) -> tuple[float, float]:
+        """(S, |G|^2), linear in progress and in the logarithm of the batch, flat beyond the measured batches."""
+        grid = np.linspace(0.0, 1.0, self.log_variance.shape[1])
+        where = np.log(np.clip(batch, self.batches[0], self.batches[-1]))
+        values = [
+            float(np.exp(np.interp(where, np.log(self.batches), [np.interp(progress, grid, row) for row in table])))
+            for table in (self.log_variance, self.log_sqr_norm)
+        ]
+        return values[0], values[1]
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """Measured on a small network of U units at P points of progress; ``ratio`` at P points from freezing to the end."""
+
+    variance_share: FloatArray  # (P, U), rows sum to 1
+    sqr_share: FloatArray  # (P, U)
+    starts: FloatArray  # (S,), progress at which freezing began
+    depths: FloatArray  # (D,), share of units frozen
+    ratio: FloatArray  # (S, D, P, U): S of a unit relative to the run without freezing; NaN where frozen
+
+
+@dataclass(frozen=True)
+class GradientCurves:
+    """Statistics of one task for any number of layers and any batch."""
+
+    totals: Totals
+    split: LayerSplit
+    provenance: str
+
+    def bind(self, num_layers: int, batch: int) -> LayerCurves:
+        """The curves of one job."""
+        return LayerCurves(self, num_layers, batch)
+
+    def variance(
+        self,
+        progress: float,
+        num_layers: int,
+        batch: int,
+        frozen_start: float | None = None,
+        frozen_depth: float = 0.0,
+    ) -> FloatArray:
+        """V = S by layer, shape (num_layers,); see :meth:`LayerCurves.variance`."""
+        return self.bind(num_layers, batch).variance(progress, frozen_start, frozen_depth)
+
+    def sqr_norm(self, progress: float, num_layers: int, batch: int) -> FloatArray:
+        """|G|^2 by layer, shape (num_layers,)."""
+        return self.bind(num_layers, batch).sqr_norm(progress)
+
+
+@dataclass(frozen=True)
+class LayerCurves:
+    """Statistics by layer of a model with L layers that trains with one global batch."""
+
+    curves: GradientCurves
+    num_layers: int
+    batch: int
+
+    @cached_property
+    def _variance_share(self) -> FloatArray:
+        return _spread(self.curves.split.variance_share, self.num_layers)
+
+    @cached_property
+    def _sqr_share(self) -> FloatArray:
+        return _spread(self.curves.split.sqr_share, self.num_layers)
+
+    @cached_property
+    def _ratio(self) -> FloatArray:
+        return _stretch(_filled(self.curves.split.ratio), self.num_layers)  # (S, D, P, L)
+
+    def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
+        """V = S by layer, per-sample units, shape (L,).
+
+        Args:
+            progress: effective samples over P0; clipped to 0..1.
+            frozen_start: progress at which the present prefix froze; None: nothing is frozen.
+            frozen_depth: share of the layers that is frozen, 0..1. Frozen layers keep the value of ``frozen_start``; the
+                others change against the run without freezing as measured, linear between the measured runs.
+        """
+        now = min(max(progress, 0.0), 1.0)
+        total, _ = self.curves.totals.at(now, self.batch)
+        value = total * _row(self._variance_share, now)
+        if frozen_start is None or frozen_depth <= 0.0 or frozen_start >= now:
+            return value
+        value = value * self._frozen_ratio(now, frozen_start, frozen_depth)
+        num_frozen = min(round(frozen_depth * self.num_layers), self.num_layers)
+        value[:num_frozen] = self.variance(frozen_start)[:num_frozen]
+        return value
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        """|G|^2 by layer, shape (L,)."""
+        now = min(max(progress, 0.0), 1.0)
+        _, total = self.curves.totals.at(now, self.batch)
+        return total * _row(self._sqr_share, now)
+
+    def _frozen_ratio(self, now: float, start: float, depth: float) -> FloatArray:
+        split = self.curves.split
+        elapsed = (now - start) / max(1.0 - start, 1e-9)
+        by_start = _between(split.starts, np.moveaxis(self._ratio, 0, 0), start)  # (D, P, L)
+        depths = np.concatenate(([0.0], split.depths))
+        by_depth = np.concatenate((np.ones((1, *by_start.shape[1:])), by_start))  # depth 0: no change
+        return _row(_between(depths, by_depth, depth), elapsed)
+
+
+def load_totals(table: Mapping[str, Any]) -> Totals:
+    """From one application of ``gradient_totals.json``."""
+    rows = sorted(table["totals"], key=lambda row: float(row["batch"]))
+    return Totals(
+        batches=np.array([row["batch"] for row in rows], dtype=np.float64),
+        log_variance=np.log([row["variance"] for row in rows]),
+        log_sqr_norm=np.log([row["sqr_norm"] for row in rows]),
+    )
+
+
+def own_totals(family: Mapping[str, Any]) -> Totals:
+    """The small network's own totals, where no public ones exist (proxy). Its batch stands for every batch."""
+    total = np.array(family["total"], dtype=np.float64)
+    sqr = total / np.array(family["noise_scale"], dtype=np.float64)
+    return Totals(np.array([float(family["batch"])]), np.log(total)[None], np.log(np.maximum(sqr, 1e-30))[None])
+
+
+def load_split(family: Mapping[str, Any]) -> LayerSplit:
+    """From one family of ``layer_split.json``."""
+    starts = sorted({run["start"] for run in family["runs"]})
+    depths = sorted({run["depth"] for run in family["runs"]})
+    runs = {(run["start"], run["depth"]): np.array(run["ratio"], dtype=np.float64) for run in family["runs"]}
+    return LayerSplit(
+        variance_share=np.array(family["variance_share"], dtype=np.float64),
+        sqr_share=np.array(family["sqr_share"], dtype=np.float64),
+        starts=np.array(starts),
+        depths=np.array(depths),
+        ratio=np.array([[runs[start, depth] for depth in depths] for start in starts]),
+    )
+
+
+def _between(grid: FloatArray, values: FloatArray, at: float) -> FloatArray:
+    """Linear interpolation along the first axis, flat beyond its ends."""
+    place = float(np.interp(at, grid, np.arange(len(grid))))
+    low = min(int(place), len(grid) - 1)
+    high = min(low + 1, len(grid) - 1)
+    weight = place - low
+    return np.asarray(values[low] * (1.0 - weight) + values[high] * weight)
+
+
+def _row(table: FloatArray, at: float) -> FloatArray:
+    return _between(np.linspace(0.0, 1.0, len(table)), table, at)
+
+
+def _filled(ratio: FloatArray) -> FloatArray:
+    """Frozen units (NaN, a prefix) take the ratio of the first unit that trains: needed only between two depths."""
+    filled = ratio.copy()
+    for index in np.ndindex(ratio.shape[:-1]):
+        row = filled[index]
+        known = np.flatnonzero(np.isfinite(row))
+        row[: known[0]] = row[known[0]]
+    return filled
+
+
+def _inner_places(num_layers: int, num_units: int) -> FloatArray:
+    """Where the inner layers of a deep model lie among the inner units of the small one."""
+    return (np.arange(num_layers - 2) + 0.5) / (num_layers - 2) * (num_units - 2) - 0.5
+
+
+def _stretch(values: FloatArray, num_layers: int) -> FloatArray:
+    """Along the last axis: first to first, last to last, inner ones by relative depth."""
+    units = values.shape[-1]
+    if num_layers < 3:
+        return values[..., [0, units - 1][:num_layers]] if num_layers == 2 else values[..., [units - 1]]
+    places = np.clip(_inner_places(num_layers, units), 0, units - 3)
+    low = np.minimum(places.astype(np.intp), units - 4)
+    weight = places - low
+    inner = values[..., 1:-1]
+    middle = inner[..., low] * (1.0 - weight) + inner[..., low + 1] * weight
+    return np.concatenate((values[..., :1], middle, values[..., -1:]), axis=-1)
+
+
+def _spread(share: FloatArray, num_layers: int) -> FloatArray:
+    """Shares of L layers: stem and head keep theirs, the inner layers divide what the inner units have."""
+    spread = _stretch(share, num_layers)
+    if num_layers >= 3:
+        middle = spread[:, 1:-1]
+        room = 1.0 - share[:, :1] - share[:, -1:]
+        spread[:, 1:-1] = middle / np.maximum(middle.sum(1, keepdims=True), 1e-300) * room
+    return np.asarray(spread / spread.sum(1, keepdims=True))

@@ -1,0 +1,61 @@
+"""From a catalogue task and a logged duration to a job: how many samples it has to process."""
+
+from __future__ import annotations
+
+from icefrog.errors import UserError
+from icefrog.estimate.throughput import throughput
+from icefrog.profile import Profile
+from icefrog.spec import JobSpec
+from icefrog.workloads.catalogue import Catalogue, Workload
+from icefrog.workloads.gradients import LayerCurves
+
+MIN_EPOCHS, MAX_EPOCHS = 5, 200
+"""Enough epochs that the Layer Tuner has points to act on, and not so many that it does nothing else."""
+
+
+def full_speed(profile: Profile, num_gpus: int, global_batch: int, gpus_per_node: int) -> float:
+    """Samples/s with nothing frozen, alone, on as few nodes as hold the GPUs."""
+    nodes = -(-num_gpus // gpus_per_node)
+    micro = 1
+    while global_batch > num_gpus * micro * profile.max_local_batch:
+        micro += 1
+    return float(throughput(profile, num_gpus, nodes, global_batch / (num_gpus * micro), 0, micro))
+
+
+def epochs_for(workload: Workload, duration_s: float, num_gpus: int, global_batch: int, gpus_per_node: int) -> int:
+    """Epochs of the real data set that fit into the logged time, within 5..200."""
+    samples = duration_s * full_speed(workload.profile, num_gpus, global_batch, gpus_per_node)
+    return min(max(round(samples / workload.task.dataset_samples), MIN_EPOCHS), MAX_EPOCHS)
+
+
+def job_profile(spec: JobSpec, catalogue: Catalogue, gpus_per_node: int = 4) -> Profile:
+    """The workload's profile with ``samples_per_epoch`` such that the job, run as logged, takes the logged time.
+
+    P0 = max_epochs x samples_per_epoch = duration x T(requested GPUs, initial batch, nothing frozen), to the rounding of an
+    epoch to whole samples. Without a logged duration an epoch is the data set.
+
+    Raises:
+        UserError: the job names no workload, or one that is not in the catalogue.
+    """
+    workload = _workload(spec, catalogue)
+    if spec.duration_s is None:
+        return workload.profile
+    speed = full_speed(workload.profile, spec.requested_gpus, spec.batch.initial, gpus_per_node)
+    per_epoch = max(1, round(spec.duration_s * speed / spec.max_epochs))
+    return workload.profile.model_copy(update={"samples_per_epoch": per_epoch})
+
+
+def job_curves(spec: JobSpec, catalogue: Catalogue) -> LayerCurves:
+    """The gradient statistics of a job, by layer and progress.
+
+    Raises:
+        UserError: the job names no workload, or one that is not in the catalogue.
+    """
+    workload = _workload(spec, catalogue)
+    return workload.curves.bind(workload.profile.num_layers, spec.batch.initial)
+
+
+def _workload(spec: JobSpec, catalogue: Catalogue) -> Workload:
+    if spec.workload is None:
+        raise UserError(f"job {spec.job_id}: no workload", f"a simulated job names one of {', '.join(catalogue)}")
+    return catalogue.require(spec.workload)
