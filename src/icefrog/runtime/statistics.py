@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.estimate.penalty import replica_estimate, successive_estimate
 from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.wrapping import World
 
 Precondition = Literal["auto", "raw"]
@@ -100,7 +101,8 @@ class Statistics:
         self.every = every
         self.replicas = world.size if world.size > 1 else accum_steps
         self.capture = False
-        self.weight = 1.0 / world.size  # of this rank's gradient in the average
+        self._weight = 1.0 / world.size  # of this rank's accumulated gradient in the average
+        self._mean_scale = 1.0  # accumulated gradient -> g_r
         self.bytes_reduced = 0  # gradient bytes handed to the all-reduce so far
         self._step = 0
         self._missing = False
@@ -112,7 +114,7 @@ class Statistics:
         self._micro = torch.zeros(0)
         self._handles: list[RemovableHandle] = []
         if self.replicas == 1:
-            self._handles = [param.register_post_accumulate_grad_hook(self._copy) for param in self.params]
+            self._handles = [on_gradient(param, self._copy) for param in self.params]
         self.reset()
 
     def close(self) -> None:
@@ -139,6 +141,10 @@ class Statistics:
     def due(self) -> bool:
         """Whether the step now in progress is to be measured; the same on all ranks."""
         return (self._step + 1) % self.every == 0
+
+    def set_weight(self, weight: float, mean_scale: float) -> None:
+        """For the coming step: what this rank's accumulated gradient counts in the average, and what makes it g_r."""
+        self._weight, self._mean_scale = weight, mean_scale
 
     # --- one rank, successive steps
 
@@ -172,7 +178,7 @@ class Statistics:
 
     # --- several ranks
 
-    def comm_hook(self, _state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def comm_hook(self, _state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP communication hook: the weighted average of the ranks' gradients, and |g_r|^2, |g|^2 on the way."""
         buffer, index = bucket.buffer(), bucket.index()
         params, grads = bucket.parameters(), bucket.gradients()
@@ -181,8 +187,8 @@ class Statistics:
         if capture and scales is None:
             self._missing = True
         if scales is not None:
-            self._before[index] = self._sqr_norms(params, grads, scales)
-        buffer.mul_(self.weight)
+            self._before[index] = self._sqr_norms(params, grads, scales) * self._mean_scale**2
+        buffer.mul_(self._weight)
         self.bytes_reduced += buffer.numel() * buffer.element_size()
         future = dist.all_reduce(buffer, async_op=True).get_future()
 
@@ -192,7 +198,8 @@ class Statistics:
                 self._after[index] = self._sqr_norms(params, grads, scales)
             return reduced
 
-        return future.then(measured)
+        averaged: torch.futures.Future[torch.Tensor] = future.then(measured)
+        return averaged
 
     # --- one rank, accumulation micro-steps
 

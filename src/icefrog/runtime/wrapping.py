@@ -118,7 +118,7 @@ class ElasticModule(nn.Module):
             self.__dict__["replica"].training = mode
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Of the unwrapped model."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -172,7 +172,7 @@ class Wrapper:
             del old
         self.world.share_buffers(self.outer.module)
         # Fixed buffers need no broadcast before each forward.
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
             self.outer.module, self.freezer.prefix_buffers()
         )
         device = next(self.outer.module.parameters()).device

@@ -1,0 +1,578 @@
+"""LayerElastic: the training API. It wires the engine, the decisions, checkpoints and the executor together."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+from icefrog.profile import Profile
+from icefrog.runtime import checkpoint, protocol
+from icefrog.runtime.agent import Agent
+from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
+from icefrog.runtime.engine import Engine, EngineOptions
+from icefrog.runtime.layers import Layer
+from icefrog.runtime.sampler import ElasticSampler
+from icefrog.runtime.statistics import Precondition
+from icefrog.runtime.stepping import StepGate
+from icefrog.runtime.wrapping import World, check_in_step
+from icefrog.spec import Target
+from icefrog.types import Config
+
+Outcome = Literal["completed", "target_missed"]
+
+
+class Stopped(SystemExit):
+    """Raised at a step boundary, after a checkpoint, when the executor asked the job to stop. Exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Stateful(Protocol):
+    """What :meth:`LayerElastic.register` takes: an LR scheduler, an EMA, ..."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Inverse."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided, in force from the next step on."""
+
+    frozen_layers: int
+    psi: float
+    effective_progress: float  # E, full-layer samples/s; 0 before the first measured step
+    reason: str
+    effective_samples: float
+    metric: float | None
+    done: bool  # the target is reached, or P0 is used up
+
+
+@dataclass
+class Counters:
+    """The job's place in its training; part of the checkpoint."""
+
+    epoch: int = 0
+    cursor: int = 0  # samples of the epoch consumed, where the elastic sampler is used
+    step: int = 0
+    samples: int = 0
+    effective_samples: float = 0.0
+    samples_per_epoch: int | None = None
+    metric: float | None = None
+    outcome: str | None = None
+    epoch_samples: int = 0  # of the epoch in progress
+
+
+class LayerElastic:
+    """Makes a training loop layer-elastic.
+
+    Args:
+        model: on its device, before any wrapping in DDP: use :attr:`model` afterwards. With ``WORLD_SIZE`` > 1 in the
+            environment the process group is started here if it was not yet.
+        optimizer: of the model's parameters. Its parameter groups are never changed.
+        layers: freezable units in forward order (modules, names, or lists of modules); default: found by themselves.
+        target: validation metric that ends training; default: the grant's.
+        samples_per_epoch: default: the elastic sampler's, or what the first whole epoch turns out to be.
+        global_batch: M in samples, for :meth:`sampler`; default: the grant's.
+        accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
+        rule: ``tuner``, or ``none``: the boundary moves only by :meth:`freeze`. Default: the grant's, or ``tuner``.
+        max_fraction: largest share of layers frozen; default 0.9. The grant can only lower it.
+        tune_every_steps: also decide every so many steps, not only at the end of epochs.
+        checkpoint_dir: default: the executor's; None there too: no checkpoints.
+        checkpoint_every_steps: also save every so many steps.
+        guards: see :class:`~icefrog.runtime.deciding.Guards`; ``Guards(0, 0, 0)`` is the paper's plain argmax.
+        stats_every: measure gradient statistics each n-th step.
+        precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
+        grad_scaler: the GradScaler in use, so that statistics are of un-scaled gradients.
+        max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
+        ddp_options: further arguments of DistributedDataParallel.
+        name: of the profile; default: the executor's job id.
+        env: environment; default: ``os.environ``.
+
+    Raises:
+        UserError: nothing to train, layers that are not of the model, an invalid grant, or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        layers: Sequence[nn.Module | str | Sequence[nn.Module]] | None = None,
+        *,
+        target: Target | None = None,
+        samples_per_epoch: int | None = None,
+        global_batch: int | None = None,
+        accum_steps: int | None = None,
+        rule: Literal["tuner", "none"] | None = None,
+        max_fraction: float = 0.9,
+        tune_every_steps: int | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every_steps: int | None = None,
+        guards: Guards | None = None,
+        stats_every: int = 1,
+        precondition: Precondition = "auto",
+        grad_scaler: Any = None,
+        max_grad_norm: float | None = None,
+        ddp_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.agent = Agent(os.environ if env is None else env)
+        grant = self.agent.grant
+        accum = accum_steps or (grant.accum_steps if grant else 1)
+        if grad_scaler is not None and accum > 1:
+            raise UserError(
+                "gradient accumulation cannot be combined with a GradScaler: it would un-scale the same gradient again",
+                "use bfloat16 autocast, which needs no scaler, or accum_steps=1",
+            )
+        self.optimizer = optimizer
+        self.rule: str = rule or (grant.rule if grant else "tuner")
+        self.max_fraction = max_fraction
+        self.target = target or (grant.target if grant else None)
+        self.global_batch = global_batch or (grant.global_batch if grant else None)
+        self.tune_every_steps = tune_every_steps
+        self.checkpoint_every_steps = checkpoint_every_steps
+        self._world = World(next(model.parameters()).device)
+        options = EngineOptions(
+            name=name or self.agent.job_id or type(model).__name__,
+            accum_steps=accum,
+            stats_every=stats_every,
+            precondition=precondition,
+            grad_scaler=grad_scaler,
+            max_grad_norm=max_grad_norm,
+            ddp_options=ddp_options or {},
+        )
+        self._engine = Engine(model, optimizer, layers, self._world, options)
+        self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
+        self._decider = DepthRule(guards or Guards(), self.target)
+        self._at = Counters(samples_per_epoch=samples_per_epoch)
+        self._max_epochs: int | None = grant.max_epochs if grant else None
+        self._registered: dict[str, Stateful] = {}
+        folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
+        self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
+        self._finished = False
+        self.stepped = False
+        """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
+        self.agent.listen()
+
+    # --- what the user looks at
+
+    @property
+    def model(self) -> nn.Module:
+        """The module to call: the model itself in a single process, a data-parallel wrapper of it otherwise."""
+        return self._engine.outer if self._engine.outer is not None else self._engine.inner
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The freezable units in forward order."""
+        return self._engine.layers
+
+    @property
+    def frozen_layers(self) -> int:
+        """l: the boundary in force."""
+        return self._engine.freezer.frozen_layers
+
+    @property
+    def psi(self) -> float:
+        """What one sample is worth now, (0, 1]."""
+        return self._engine.psi
+
+    @property
+    def effective_samples(self) -> float:
+        """Progress so far: a step of M samples adds psi * M."""
+        return self._at.effective_samples
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._at.epoch
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        """a."""
+        return self._world.size
+
+    def profile(self) -> Profile | None:
+        """As measured so far; None before the first typical step, or before samples per epoch are known."""
+        size = self._at.samples_per_epoch or self._at.epoch_samples
+        nominal = max(self._engine.batch_per_gpu, 1) * self._world.size * self._engine.options.accum_steps
+        return self._engine.profiler.profile(size, max(self.global_batch or 0, nominal)) if size else None
+
+    def sampler(self, num_samples: int, *, global_batch: int | None = None, seed: int = 0) -> ElasticSampler:
+        """A batch sampler whose place in the epoch survives resizes: ``DataLoader(data, batch_sampler=...)``.
+
+        Args:
+            num_samples: of the data set.
+            global_batch: M; default: the grant's, or the constructor's.
+            seed: of the order of samples.
+
+        Raises:
+            UserError: no global batch is known, or one that cannot be dealt over the ranks.
+        """
+        batch = global_batch or self.global_batch
+        if batch is None:
+            raise UserError("no global batch is known", "pass global_batch= to LayerElastic or to sampler()")
+        sampler = ElasticSampler(
+            num_samples,
+            batch,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            accum_steps=self._engine.options.accum_steps,
+            seed=seed,
+        )
+        self.global_batch = batch
+        self._engine.sampler = sampler
+        if self._at.samples_per_epoch is None:
+            self._at.samples_per_epoch = num_samples
+        sampler.seek(self._at.epoch, self._at.cursor)
+        return sampler
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Keep an LR scheduler, an EMA, ... in the checkpoint. Call before :meth:`epochs`."""
+        self._registered[name] = stateful
+
+    def freeze(self, frozen_layers: int) -> None:
+        """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
+
+        Raises:
+            UserError: not in 0..L-1; freezing every layer leaves nothing to train.
+        """
+        self._move(int(self._world.from_rank0(frozen_layers)))
+
+    # --- the loop
+
+    def epochs(self, max_epochs: int) -> Iterator[int]:
+        """Yield epoch numbers, from the checkpoint on, until the target is reached or effective samples reach P0.
+
+        P0 = ``max_epochs`` x samples per epoch: with layers frozen that takes more than ``max_epochs`` epochs.
+
+        Raises:
+            UserError: an epoch ended without :meth:`end_epoch`, or ``max_epochs`` < 1.
+        """
+        if max_epochs < 1:
+            raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
+        self._max_epochs = max_epochs
+        resumed = self._resume()
+        self._report_started(resumed)
+        while self._outcome() is None:
+            epoch = self._at.epoch
+            if self._engine.sampler is not None:
+                self._engine.sampler.seek(epoch, self._at.cursor)
+            self._engine.timer.reset()
+            self._engine.prepare(self._at.cursor)
+            yield epoch
+            if self._at.epoch == epoch:
+                raise UserError(
+                    f"epoch {epoch} ended without elastic.end_epoch()",
+                    "call elastic.end_epoch(metric=...) as the last line of the epoch loop",
+                )
+        self._finish()
+
+    def end_epoch(self, metric: float | None = None) -> Decision:
+        """Collective. Close the epoch: decide the boundary, save, report.
+
+        Args:
+            metric: validation metric; the mean over the ranks that give one counts.
+
+        Raises:
+            DivergenceError: the ranks' parameters are not the same any more.
+            Stopped: the executor asked the job to stop (a checkpoint was saved).
+        """
+        if names := self._engine.put_right():
+            self._warn(f"requires_grad was changed outside of LayerElastic and is put right: {', '.join(names[:5])}")
+        check_in_step(self.layers, self._world)
+        at = self._at
+        if at.samples_per_epoch is None and at.epoch_samples:
+            at.samples_per_epoch = at.epoch_samples
+        at.metric = self._mean(metric)
+        at.epoch += 1
+        at.cursor = at.epoch_samples = 0
+        self._decider.see_metric(at.metric)
+        decision = self._decide()
+        self._save()
+        if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
+            self._leave()
+        return decision
+
+    def _on_micro(self, micro: int) -> None:
+        self.stepped = False
+        if message := self._engine.settle_order():
+            self._warn(message)
+        self._engine.micro_step(micro, self._at.cursor)
+
+    def _on_step(self, real_step: Callable[[], Any]) -> Any:
+        """The step boundary: everything that must happen on all ranks at the same step happens here."""
+        result, samples, stop = self._engine.step(real_step, self.agent.stop_requested())
+        self.stepped = True
+        at = self._at
+        at.step += 1
+        at.samples += samples
+        at.epoch_samples += samples
+        at.effective_samples += self._engine.psi * samples
+        if self._engine.sampler is not None:
+            at.cursor += samples
+        if self.tune_every_steps and at.step % self.tune_every_steps == 0:
+            self._decide()
+            self._engine.timer.reset()
+        self._engine.prepare(at.cursor)
+        if stop:
+            self._save()
+            self._leave()
+        if self.checkpoint_every_steps and at.step % self.checkpoint_every_steps == 0:
+            self._save()
+            self._engine.timer.reset()
+        return result
+
+    # --- decisions
+
+    def _decide(self) -> Decision:
+        """Collective. Rank 0 decides, all apply."""
+        engine, at = self._engine, self._at
+        step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
+        nominal = engine.batch_per_gpu * self._world.size * engine.options.accum_steps
+        throughput = nominal / step_s if step_s > 0 else 0.0
+        mine: Proposal | None = None
+        if self._world.rank == 0:
+            self.agent.refresh_grant()
+            mine = self._decider.propose(
+                step=at.step,
+                config=self._config(),
+                profile=self.profile(),
+                tracker=engine.tracker,
+                bounds=Bounds.of(len(self.layers), self.max_fraction, self.rule, self.agent.grant),
+                psi=engine.psi,
+                measured_throughput=throughput,
+            )
+        proposal: Proposal
+        proposal, at.effective_samples = self._world.from_rank0((mine, at.effective_samples))
+        used_psi = engine.psi
+        mem_bytes, util_pct = engine.profiler.sample_occupancy(engine.point())
+        self._move(proposal.frozen_layers)
+        at.outcome = self._outcome()
+        self._report_progress(proposal, step_s, throughput, used_psi, mem_bytes, util_pct)
+        return Decision(
+            frozen_layers=proposal.frozen_layers,
+            psi=engine.psi,
+            effective_progress=proposal.effective_progress,
+            reason=proposal.reason,
+            effective_samples=at.effective_samples,
+            metric=at.metric,
+            done=at.outcome is not None,
+        )
+
+    def _config(self) -> Config:
+        engine = self._engine
+        return Config(
+            num_gpus=self._world.size,
+            batch_per_gpu=max(engine.batch_per_gpu, 1),
+            accum_steps=engine.options.accum_steps,
+            frozen_layers=self.frozen_layers,
+            shared=self.agent.grant.shared if self.agent.grant else False,
+        )
+
+    def _move(self, frozen_layers: int) -> None:
+        if self._engine.move(frozen_layers):
+            self._decider.moved(self._at.step)
+
+    def _total(self) -> float | None:
+        """P0, samples."""
+        at = self._at
+        if at.samples_per_epoch is None or self._max_epochs is None:
+            return None
+        return float(self._max_epochs * at.samples_per_epoch)
+
+    def _outcome(self) -> Outcome | None:
+        at, total = self._at, self._total()
+        if self.target is not None and at.metric is not None and self.target.reached(at.metric):
+            return "completed"
+        if total is not None and at.effective_samples >= total * (1 - 1e-9):
+            return "completed" if self.target is None else "target_missed"
+        return None
+
+    def _mean(self, metric: float | None) -> float | None:
+        known = metric is not None and metric == metric
+        sums = self._world.sum(
+            torch.tensor([float(metric) if metric is not None and known else 0.0, float(known)]).double()
+        )
+        return float(sums[0] / sums[1]) if float(sums[1]) > 0 else None
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, at any world size and boundary: tensors and plain values."""
+        engine = self._engine
+        return {
+            "schema": 1,
+            "frozen_layers": self.frozen_layers,
+            "layers": [layer.name for layer in self.layers],
+            "pieces": [piece.name for piece in engine.pieces],
+            "psi": engine.psi,
+            "model": engine.inner.state_dict(),
+            "optimizer": checkpoint.optimizer_state(engine.inner, self.optimizer),
+            "registered": {name: item.state_dict() for name, item in self._registered.items()},
+            "tracker": engine.tracker.state_dict(),
+            "profiler": engine.profiler.state_dict(),
+            "decider": self._decider.state_dict(),
+            "counters": asdict(self._at),
+            "rng": checkpoint.rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`; collective. The boundary is restored first, then weights, then the optimizer.
+
+        Raises:
+            UserError: the state is of a model with other layers, or the optimizer holds other parameters.
+        """
+        engine = self._engine
+        engine.move(0)
+        pieces = [piece.name for piece in engine.pieces]
+        if state["pieces"] != pieces and sorted(state["pieces"]) == sorted(pieces):
+            engine.rebuild(state["pieces"])
+        names = [layer.name for layer in self.layers]
+        if names != state["layers"]:
+            raise UserError(
+                f"the checkpoint has layers {state['layers']}, the model has {names}",
+                "resume with the model that wrote it, or start in an empty checkpoint folder",
+            )
+        engine.move(state["frozen_layers"])
+        engine.inner.load_state_dict(state["model"])
+        checkpoint.load_optimizer_state(engine.inner, self.optimizer, state["optimizer"])
+        for name, item in self._registered.items():
+            if name in state["registered"]:
+                item.load_state_dict(state["registered"][name])
+        engine.tracker.load_state_dict(state["tracker"])
+        engine.profiler.load_state_dict(state["profiler"])
+        engine.psi = state["psi"]
+        self._decider.load_state_dict(state["decider"])
+        known = {field.name for field in fields(Counters)}
+        self._at = Counters(**{key: value for key, value in state["counters"].items() if key in known})
+        checkpoint.set_rng_state(state["rng"], self._world.rank)
+
+    def _save(self) -> None:
+        if self._store is None or self._world.rank != 0:
+            return
+        at = self._at
+        summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
+        path = self._store.save(self.state_dict(), {**summary, "frozen_layers": self.frozen_layers})
+        self.agent.report(
+            protocol.Checkpointed(time_s=self.agent.now_s(), path=str(path), effective_samples=at.effective_samples)
+        )
+
+    def _resume(self) -> bool:
+        path: Path | None = None
+        if self._store is not None and self._world.rank == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                path = self._store.newest_valid()
+            for item in caught:
+                self._warn(str(item.message))
+        name = self._world.from_rank0(str(path) if path is not None else None)
+        if name is None:
+            return False
+        self.load_state_dict(checkpoint.load(Path(name), torch.device("cpu")))
+        if self._engine.sampler is None:
+            self._at.epoch_samples = 0  # the interrupted epoch is repeated
+        return True
+
+    # --- reports
+
+    def _warn(self, message: str) -> None:
+        if self._world.rank == 0:
+            warnings.warn(message, stacklevel=3)
+            self.agent.report(protocol.Warned(time_s=self.agent.now_s(), message=message))
+
+    def _report_started(self, resumed: bool) -> None:
+        at = self._at
+        self.agent.report(
+            protocol.Started(
+                time_s=self.agent.now_s(),
+                layers=tuple(layer.name for layer in self.layers),
+                samples_per_epoch=at.samples_per_epoch,
+                epoch=at.epoch,
+                effective_samples=at.effective_samples,
+                resumed=resumed,
+                frozen_layers=self.frozen_layers,
+                profile=self.profile() if resumed else None,
+            )
+        )
+
+    def _report_progress(
+        self,
+        proposal: Proposal,
+        step_s: float,
+        throughput: float,
+        psi: float,
+        mem_bytes: float,
+        util_pct: float | None,
+    ) -> None:
+        if not self.agent.active or self._world.rank != 0:
+            return
+        at, total, stats = self._at, self._total(), self._engine.tracker.stats()
+        self.agent.report(
+            protocol.Progress(
+                time_s=self.agent.now_s(),
+                epoch=at.epoch,
+                step=at.step,
+                samples=at.samples,
+                effective_samples=at.effective_samples,
+                remaining_samples=max(total - at.effective_samples, 0.0) if total is not None else None,
+                metric=at.metric,
+                frozen_layers=self.frozen_layers,
+                psi=self._engine.psi,
+                throughput=throughput,
+                step_s=step_s,
+                effective_progress=psi * throughput,
+                variance=stats.variance if stats else None,
+                sqr_norm=stats.sqr_norm if stats else None,
+                mem_bytes=mem_bytes,
+                util_pct=util_pct,
+                reason=proposal.reason,
+                profile=self.profile(),
+            )
+        )
+
+    def _leave(self) -> None:
+        at = self._at
+        self.agent.report(protocol.StoppedReport(time_s=self.agent.now_s(), effective_samples=at.effective_samples))
+        self._world.close()
+        raise Stopped
+
+    def _finish(self) -> None:
+        outcome = self._outcome()
+        if outcome is None or self._finished:
+            return
+        self._finished = True
+        at = self._at
+        self.agent.report(
+            protocol.Finished(
+                time_s=self.agent.now_s(), outcome=outcome, metric=at.metric, effective_samples=at.effective_samples
+            )
+        )
+
+    @property
+    def outcome(self) -> str | None:
+        """``completed``, ``target_missed``, or None while training goes on."""
+        return self._outcome()
+
+    def close(self) -> None:
+        """Give the optimizer its own ``step`` back, and leave the process group if it was started here."""
+        self._gate.close()
+        self._world.close()

@@ -1,0 +1,330 @@
+"""One rank's machinery between two optimizer steps: gradients, statistics, times, and moving the boundary.
+
+No policy and no disk here: :mod:`icefrog.runtime.elastic` decides when to move and what to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+from icefrog.estimate.penalty import GradientTracker, frozen_penalty
+from icefrog.runtime.freezing import Freezer
+from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
+from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
+from icefrog.runtime.sampler import ElasticSampler
+from icefrog.runtime.statistics import Precondition, Statistics
+from icefrog.runtime.timing import LayerFlops, StepTimer
+from icefrog.runtime.wrapping import ElasticModule, World, Wrapper, check_in_step
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of the machinery; see :class:`~icefrog.runtime.elastic.LayerElastic`."""
+
+    name: str = "job"
+    accum_steps: int = 1
+    stats_every: int = 1
+    precondition: Precondition = "auto"
+    grad_scaler: Any = None
+    max_grad_norm: float | None = None
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """Owns everything that depends on the list of layers."""
+
+    layers: list[Layer]
+    freezer: Freezer
+    tracker: GradientTracker
+    statistics: Statistics
+    timer: StepTimer
+    profiler: Profiler
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        given: Sequence[nn.Module | str | Sequence[nn.Module]] | None,
+        world: World,
+        options: EngineOptions,
+    ) -> None:
+        self.inner = model
+        self.optimizer = optimizer
+        self.world = world
+        self.options = options
+        self.device = next(model.parameters()).device
+        self.nodes = num_nodes(world.size)
+        self.outer: ElasticModule | None = ElasticModule(model) if world.size > 1 else None
+        self.wrapper: Wrapper | None = None
+        self.sampler: ElasticSampler | None = None
+        self.psi = 1.0
+        self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
+        self._seen = 0  # samples of the micro-step in progress, from the model's input
+        self._step_samples = 0
+        self.pieces: list[Piece] = [] if given else find_pieces(model)
+        self._flops: LayerFlops | None = None
+        self._settled = False
+        self._ordered = given is not None
+        self._counting = False
+        model.register_forward_pre_hook(self._forward_start, with_kwargs=True)
+        model.register_forward_hook(self._forward_end, always_call=True)
+        world.share_parameters(model)
+        self.build(layers_from_user(model, given) if given else group_pieces(model, self.pieces))
+
+    def build(self, layers: list[Layer]) -> None:
+        """(Re)make what depends on the layers; nothing may be frozen."""
+        self.layers = layers
+        self.freezer = Freezer(self.inner, self.optimizer, layers)
+        self.tracker = GradientTracker(len(layers))
+        self.profiler = Profiler(
+            self.options.name, [(layer.name, float(layer.param_bytes)) for layer in layers], self.device.type
+        )
+        self._attach()
+
+    def _attach(self) -> None:
+        """Hooks on the parameters as they are now, and (collective) communication for them."""
+        if hasattr(self, "statistics"):
+            self.statistics.close()
+            self.timer.close()
+        scaler = self.options.grad_scaler
+        layers = self.layers
+        self.statistics = Statistics(
+            layers,
+            self.optimizer,
+            self.world,
+            accum_steps=self.options.accum_steps,
+            precondition=self.options.precondition,
+            loss_scale=(lambda: float(scaler.get_scale())) if scaler is not None else (lambda: 1.0),
+            every=self.options.stats_every,
+        )
+        self.timer = StepTimer(self.inner, layers, self.device)
+        if self.outer is not None:
+            self.wrapper = Wrapper(
+                self.outer, self.freezer, self.world, self.statistics.comm_hook, self.options.ddp_options
+            )
+            self._wrap()
+
+    def rebuild(self, order: Sequence[str]) -> None:
+        """Layers for another forward order of the pieces (by name)."""
+        by_name = {piece.name: piece for piece in self.pieces}
+        self.pieces = [by_name[name] for name in order]
+        self.build(group_pieces(self.inner, self.pieces))
+        self._ordered = True
+
+    def _wrap(self) -> None:
+        assert self.wrapper is not None
+        self.wrapper.wrap()
+        self.wrapper.set_sync(self.options.accum_steps == 1)
+
+    # --- the boundary
+
+    def move(self, frozen_layers: int) -> bool:
+        """Collective. Put another boundary in force; False: it was already."""
+        if frozen_layers == self.freezer.frozen_layers:
+            return False
+        self.freezer.check(frozen_layers)
+        check_in_step(self.layers, self.world)
+        self.freezer.set_boundary(frozen_layers)
+        self.tracker.set_boundary(frozen_layers)
+        self.statistics.reset()
+        self.profiler.moved()
+        if self.wrapper is not None:
+            self._wrap()
+        self.refresh_psi()
+        return True
+
+    def put_right(self) -> list[str]:
+        """Collective. Undo what other code did to requires_grad; names of what was wrong on any rank."""
+        before = [id(param) for layer in self.layers for param in layer.params.values()]
+        names = self.freezer.put_right()
+        after = [id(param) for layer in self.layers for param in layer.params.values()]
+        counts = self.world.sum(torch.tensor([float(len(names)), float(before != after)]))
+        if float(counts[1]) > 0:
+            self._attach()
+        elif float(counts[0]) > 0 and self.wrapper is not None:
+            self._wrap()
+        return names
+
+    def refresh_psi(self) -> None:
+        """psi of the boundary in force, from the statistics; kept as it was where they say nothing (no variance left)."""
+        depth = self.freezer.frozen_layers
+        if depth == 0:
+            self.psi = 1.0
+            return
+        variance = self.tracker.variance
+        if not np.any(variance[:depth] > 0):  # frozen by hand before anything was observed
+            sizes = [float(layer.param_bytes) for layer in self.layers]
+            self.psi = sum(sizes[depth:]) / sum(sizes)
+            return
+        worth = float(frozen_penalty(variance)[depth])
+        if np.isfinite(worth):
+            self.psi = worth
+
+    # --- forward: samples, FLOPs, order
+
+    def _forward_start(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._seen = _batch_size((args, kwargs))
+        if self._flops is None and self.freezer.frozen_layers == 0:
+            roots = (
+                [(i, piece.module) for i, piece in enumerate(self.pieces)]
+                if self.pieces
+                else [(i, root) for i, layer in enumerate(self.layers) for root in layer.modules]
+            )
+            self._flops = LayerFlops(roots)
+            self._flops.__enter__()  # type: ignore[no-untyped-call]
+            self._counting = True
+
+    def _forward_end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        if self._counting and self._flops is not None:
+            self._counting = False
+            self._flops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._flops.finish()
+
+    def settle_order(self) -> str | None:
+        """After the first forward: adopt the order in which layers really run, once; a message if it was another one."""
+        if self._settled or self._flops is None or self._counting:
+            return None
+        self._settled = True
+        message = None
+        counts = self._flops
+        if not self._ordered:
+            self._ordered = True
+            pieces = forward_order(self.pieces, counts.order)
+            before = [layer.name for layer in self.layers]
+            if [p.name for p in pieces] != [p.name for p in self.pieces] and self.freezer.frozen_layers == 0:
+                places = [self.pieces.index(piece) for piece in pieces]
+                counts.flops = {new: counts.flops.get(old, 0.0) for new, old in enumerate(places)}
+                self.rebuild([piece.name for piece in pieces])
+                after = [layer.name for layer in self.layers]
+                if after != before:
+                    message = f"layers run in another order than they are declared: {', '.join(after)}"
+        self._set_flops(counts.flops)
+        return message
+
+    def _set_flops(self, forward: Mapping[int, float]) -> None:
+        if not self._seen or any(self.profiler.flops):
+            return
+        owner: dict[int, int] = {}
+        if self.pieces:
+            at = {id(root): i for i, layer in enumerate(self.layers) for root in layer.modules}
+            owner = {key: at[id(piece.module)] for key, piece in enumerate(self.pieces)}
+        for key, flops in forward.items():
+            if key >= 0:
+                # Backward costs twice the forward: one pass for the weights, one for the inputs.
+                self.profiler.flops[owner.get(key, key)] += 3.0 * flops / self._seen
+
+    # --- steps
+
+    def micro_step(self, micro: int, cursor: int) -> None:
+        """A micro-step's backward is over."""
+        samples = self._micro_samples(micro, cursor)
+        if micro == 0:
+            self._step_samples = 0
+        self._step_samples += samples
+        self.batch_per_gpu = max(self.batch_per_gpu, samples)
+        last = self.options.accum_steps - 1
+        self.statistics.micro_step(samples)
+        if micro < last:
+            following = self._micro_samples(micro + 1, cursor)
+            if following != samples:  # so that in the end every sample counts the same
+                self._scale_grads(samples / following)
+                self.statistics.rescale_micro(samples / following)
+            if self.wrapper is not None and micro + 1 == last:
+                self.wrapper.set_sync(True)
+                self._set_weight(following, cursor)
+        elif self.world.size == 1 and last > 0:
+            self._scale_grads(samples / self._step_samples)
+        if self.wrapper is not None and micro == last and last > 0:
+            self.wrapper.set_sync(False)
+
+    def prepare(self, cursor: int) -> None:
+        """Before a step's first forward: the weight of this rank's gradient, n_r / M."""
+        if self.options.accum_steps == 1:
+            self._set_weight(self._micro_samples(0, cursor), cursor)
+
+    def _set_weight(self, last_micro_samples: int, cursor: int) -> None:
+        """The bucket holds g_r * n_r / n_last after the micro-steps: make it n_r / M of the average."""
+        if self.sampler is None or self.sampler.next_size(cursor) == 0:
+            mean_scale = 1.0 / self.options.accum_steps
+            weight = mean_scale / self.world.size
+        else:
+            sizes = self.sampler.step_sizes(cursor)
+            mean_scale = last_micro_samples / sizes.of_rank(self.world.rank)
+            weight = last_micro_samples / sizes.total
+        self.statistics.set_weight(weight, mean_scale)
+
+    def _micro_samples(self, micro: int, cursor: int) -> int:
+        if self.sampler is not None and self.sampler.next_size(cursor) > 0:
+            return self.sampler.step_sizes(cursor).sizes[micro][self.world.rank]
+        return self._seen
+
+    def _scale_grads(self, factor: float) -> None:
+        for layer in self.layers[self.freezer.frozen_layers :]:
+            for param in layer.params.values():
+                if param.grad is not None:
+                    param.grad.mul_(factor)
+
+    def step(self, real_step: Callable[[], Any], wants_stop: bool) -> tuple[Any, int, bool]:
+        """Collective. One optimizer step: statistics, then the step itself.
+
+        Returns:
+            (what the optimizer returned, M of this step in samples, whether any rank wants to stop).
+
+        Raises:
+            UserError: the batch size cannot be told from the model's input.
+        """
+        self.timer.step_enter()
+        self.freezer.drop_prefix_grads()
+        if self._step_samples == 0:
+            raise UserError(
+                "cannot tell the batch size from the model's input",
+                "pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
+            )
+        total, stop = self._observe(wants_stop)
+        if self.options.max_grad_norm is not None:
+            live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(live, self.options.max_grad_norm)
+        result = real_step()
+        times = self.timer.step_exit()
+        full = self._step_samples == self.batch_per_gpu * self.options.accum_steps
+        if times is not None and full:
+            self.profiler.observe(self.point(), times)
+        return result, total, stop
+
+    def _observe(self, wants_stop: bool) -> tuple[int, bool]:
+        mine = [float(self._step_samples), float(wants_stop)]
+        due = self.world.size > 1 and self.statistics.due
+        local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
+        sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), local])).cpu()
+        total = round(float(sums[0]))
+        found = self.statistics.finish(np.asarray(sums[2:].numpy()) if due else None, total)
+        if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
+            self.refresh_psi()
+        return total, bool(sums[1] > 0)
+
+    def point(self) -> PointKey:
+        """What the present steps are measured at."""
+        return PointKey(
+            self.world.size,
+            self.nodes,
+            max(self.batch_per_gpu, 1),
+            self.options.accum_steps,
+            self.freezer.frozen_layers,
+        )
+
+
+def _batch_size(value: Any) -> int:
+    """First dimension of the first tensor with one, depth first; 0 if there is none."""
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.ndim else 0
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((size for item in items if (size := _batch_size(item))), 0)

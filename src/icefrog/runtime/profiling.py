@@ -1,0 +1,289 @@
+"""From step times to a Profile: an online calibration that starts from a prior and uses every point seen so far.
+
+Points are kept by (GPUs, nodes, batch per GPU, micro-steps, depth) as medians over recent steps; they travel in the
+checkpoint, and so accumulate over resizes. Backward is known for *every* depth from the times at which layers' gradients become ready in a
+full step: freezing l layers ends backward when layer l + 1 is ready.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from icefrog.estimate.occupancy import OccupancyPoint, fit_occupancy
+from icefrog.profile import (
+    ComputeCurve,
+    FloatArray,
+    LayerCost,
+    Profile,
+    SyncCurve,
+    ThroughputParams,
+)
+from icefrog.runtime.timing import StepTimes
+
+PRIOR_FIXED_SHARE = 0.1
+"""Part of a pass that does not shrink with the batch, until two batch sizes have been measured."""
+PRIOR_BYTES_PER_S = {"cpu": 1e9, "cuda": 2e10}
+"""All-reduce speed until more than one GPU has been measured."""
+RECENT_STEPS = 64
+SKIPPED_STEPS = 2  # allocator and autotuner warm-up after each start or move of the boundary
+
+
+class PointKey(NamedTuple):
+    """What a measured point was measured at."""
+
+    num_gpus: int
+    num_nodes: int
+    batch_per_gpu: int
+    accum_steps: int
+    frozen_layers: int
+
+
+class _Recent:
+    """Recent steps at one key; rows: rest (step - bwd - sync), bwd, sync, ready by layer."""
+
+    def __init__(self, rows: Sequence[Sequence[float]] = ()) -> None:
+        self.rows: deque[list[float]] = deque((list(row) for row in rows), maxlen=RECENT_STEPS)
+
+    def median(self) -> FloatArray:
+        return np.median(np.asarray(self.rows, dtype=np.float64), axis=0)
+
+
+class Profiler:
+    """Keeps the points of one job and turns them into its Profile.
+
+    Args:
+        name: of the profile.
+        layers: (name, parameter bytes) of each layer.
+        device_type: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, name: str, layers: Sequence[tuple[str, float]], device_type: str) -> None:
+        self.name = name
+        self.layers = list(layers)
+        self.device_type = device_type
+        self.flops: list[float] = [0.0] * len(layers)  # training FLOPs of one sample; 0 until counted
+        self._points: dict[PointKey, _Recent] = {}
+        self._occupancy: dict[PointKey, tuple[float, float]] = {}
+        self._skip = SKIPPED_STEPS
+        self._cpu = (time.process_time(), time.perf_counter())
+
+    def moved(self) -> None:
+        """The boundary moved, or training resumed: the next steps are not typical."""
+        self._skip = SKIPPED_STEPS
+
+    def observe(self, key: PointKey, times: StepTimes) -> None:
+        """Take in one step."""
+        if self._skip > 0:
+            self._skip -= 1
+            return
+        rest = max(times.step_s - times.bwd_s - times.sync_s, 1e-9)
+        self._points.setdefault(key, _Recent()).rows.append([rest, times.bwd_s, times.sync_s, *times.ready_s])
+
+    def sample_occupancy(self, key: PointKey) -> tuple[float, float | None]:
+        """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown)."""
+        mem, util = _peak_bytes(self.device_type), self._utilisation()
+        if util is not None:
+            self._occupancy[key] = (mem, util)
+        return mem, util
+
+    def _utilisation(self) -> float | None:
+        if self.device_type == "cuda":
+            try:
+                return float(torch.cuda.utilization())
+            except (RuntimeError, ModuleNotFoundError):
+                return None
+        now = (time.process_time(), time.perf_counter())
+        (cpu, wall), self._cpu = self._cpu, now
+        return min(100.0 * (now[0] - cpu) / max(now[1] - wall, 1e-9), 100.0)
+
+    def measured_step_s(self, key: PointKey) -> float | None:
+        """Median seconds of a step at this key."""
+        recent = self._points.get(key)
+        return float(recent.median()[:3].sum()) if recent and recent.rows else None
+
+    def profile(self, samples_per_epoch: int, max_local_batch: int) -> Profile | None:
+        """The calibrated profile; None before the first typical step."""
+        points = {key: recent.median() for key, recent in self._points.items() if recent.rows}
+        if not points:
+            return None
+        layers = self._layer_costs()
+        draft = Profile(
+            name=self.name,
+            layers=layers,
+            throughput=ThroughputParams(fwd=ComputeCurve(alpha_s=0, beta_s=0), bwd=ComputeCurve(alpha_s=0, beta_s=0)),
+            occupancy=self._occupancy_params(np.ones(1), np.ones(1)),
+            samples_per_epoch=samples_per_epoch,
+            max_local_batch=max_local_batch,
+            provenance="",
+        )
+        params, notes = _calibrate(points, draft.theta, draft.omega, self._prior_sync_s())
+        return draft.model_copy(
+            update={
+                "throughput": params,
+                "occupancy": self._occupancy_params(draft.theta, draft.omega),
+                "provenance": f"measured online over {len(points)} configurations; {notes}",
+            }
+        )
+
+    def _layer_costs(self) -> tuple[LayerCost, ...]:
+        total = sum(self.flops)
+        return tuple(
+            LayerCost(name=name, flops=flops if total > 0 else size, param_bytes=max(size, 1.0))
+            for (name, size), flops in zip(self.layers, self.flops, strict=True)
+        )
+
+    def _prior_sync_s(self) -> float:
+        return 1e-4 + 2.0 * sum(size for _, size in self.layers) / PRIOR_BYTES_PER_S[self.device_type]
+
+    def _occupancy_params(self, theta: FloatArray, omega: FloatArray) -> Any:
+        measured = [
+            OccupancyPoint(
+                batch_per_gpu=key.batch_per_gpu,
+                theta=float(theta[min(key.frozen_layers, len(theta) - 1)]),
+                omega=float(omega[min(key.frozen_layers, len(omega) - 1)]),
+                mem_bytes=mem,
+                util_pct=util,
+            )
+            for key, (mem, util) in self._occupancy.items()
+        ]
+        unknown = OccupancyPoint(1.0, 1.0, 1.0, _peak_bytes(self.device_type), 100.0)
+        return fit_occupancy(measured or [unknown])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "flops": list(self.flops),
+            "points": [[list(key), [list(row) for row in recent.rows]] for key, recent in self._points.items()],
+            "occupancy": [[list(key), list(pair)] for key, pair in self._occupancy.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`."""
+        self.flops = list(state["flops"])
+        self._points = {PointKey(*key): _Recent(rows) for key, rows in state["points"]}
+        self._occupancy = {PointKey(*key): (pair[0], pair[1]) for key, pair in state["occupancy"]}
+        self.moved()
+
+
+def _calibrate(
+    points: dict[PointKey, FloatArray], theta: FloatArray, omega: FloatArray, prior_sync_s: float
+) -> tuple[ThroughputParams, str]:
+    fixed_share, exponent = _fit_depth(points, theta)
+    kept = fixed_share + (1.0 - fixed_share) * theta**exponent
+    fwd: dict[int, list[float]] = {}
+    bwd: dict[int, list[float]] = {}
+    sync: dict[tuple[int, bool], list[float]] = {}
+    for key, row in points.items():
+        fwd.setdefault(key.batch_per_gpu, []).append(float(row[0]) / key.accum_steps)
+        full_bwd = float(row[1]) / key.accum_steps / max(float(kept[key.frozen_layers]), 1e-3)
+        bwd.setdefault(key.batch_per_gpu, []).append(full_bwd)
+        if key.num_gpus > 1:
+            share = max(float(omega[key.frozen_layers]), 1e-2)
+            sync.setdefault((key.num_gpus, key.num_nodes > 1), []).append(float(row[2]) / share)
+    params = ThroughputParams(
+        fwd=_fit_batch(fwd, 0.0),
+        bwd=_fit_batch(bwd, fixed_share),
+        sync=_fit_sync(sync, prior_sync_s),
+        flop_alpha_s=0.0,
+        flop_gamma=exponent,
+    )
+    smallest = min(bwd)
+    alpha = fixed_share * float(np.mean(bwd[smallest]))
+    params = params.model_copy(update={"flop_alpha_s": min(alpha, params.bwd.alpha_s)})
+    notes = "batch scaling " + ("fitted" if len(fwd) > 1 else "from a prior (one batch per GPU measured)")
+    notes += ", synchronisation " + ("measured" if sync else "from a prior (one GPU measured)")
+    return params, notes
+
+
+def _fit_depth(points: dict[PointKey, FloatArray], theta: FloatArray) -> tuple[float, float]:
+    """(fixed share of T_bwd, exponent of theta) from gradient-ready times of full steps and from frozen steps.
+
+    Minimises the squared error of T_bwd(l) / T_bwd(0) = f + (1 - f) theta^g on a grid; a prior of (0, 1) without points.
+    """
+    where: list[int] = []
+    share: list[float] = []
+    weight: list[float] = []
+    full = {key[:4]: float(row[1]) for key, row in points.items() if key.frozen_layers == 0}
+    for key, row in points.items():
+        if key.frozen_layers == 0:
+            ready = np.asarray(row[3:])
+            start = float(ready[0])
+            usable = [i for i in range(1, len(ready)) if math.isfinite(ready[i]) and start > 0]
+            where += usable
+            share += [float(ready[i]) / start for i in usable]
+            weight += [1.0] * len(usable)
+        elif (base := full.get(key[:4], 0.0)) > 0:
+            where.append(key.frozen_layers)
+            share.append(float(row[1]) / base)
+            weight.append(float(len(theta)))
+    if not where:
+        return 0.0, 1.0
+    target, importance = np.clip(share, 0.0, 1.0), np.asarray(weight)
+    best = (math.inf, 0.0, 1.0)
+    for exponent in np.geomspace(0.2, 5.0, 65):
+        shape = theta[where] ** exponent
+        free = 1.0 - shape
+        fixed = float(np.sum(importance * free * (target - shape)) / max(np.sum(importance * free**2), 1e-12))
+        fixed = min(max(fixed, 0.0), 0.9)
+        error = float(np.sum(importance * (fixed + (1 - fixed) * shape - target) ** 2))
+        if error < best[0]:
+            best = (error, fixed, float(exponent))
+    return best[1], best[2]
+
+
+def _fit_batch(seconds: dict[int, list[float]], least_fixed_share: float) -> ComputeCurve:
+    """Affine in m, both coefficients >= 0; a prior for the fixed part where one m was measured."""
+    batches = np.array(sorted(seconds), dtype=np.float64)
+    times = np.array([np.mean(seconds[int(m)]) for m in batches])
+    if len(batches) == 1:
+        fixed = max(PRIOR_FIXED_SHARE, least_fixed_share)
+        return ComputeCurve(alpha_s=fixed * times[0], beta_s=(1 - fixed) * times[0] / batches[0])
+    slope, intercept = np.polyfit(batches, times, 1, w=1.0 / times)
+    if slope < 0:
+        slope, intercept = 0.0, float(times.mean())
+    elif intercept < 0:
+        slope, intercept = float(np.sum(batches / times) / np.sum((batches / times) ** 2)), 0.0
+    return ComputeCurve(alpha_s=float(intercept), beta_s=float(slope))
+
+
+def _fit_sync(seconds: dict[tuple[int, bool], list[float]], prior_s: float) -> SyncCurve:
+    """Affine in the replicas beyond two, within a node and over nodes; what was not measured is taken from the other."""
+    fitted: dict[bool, tuple[float, float]] = {}
+    for inter in (False, True):
+        counts = np.array(sorted(a for a, spans in seconds if spans == inter), dtype=np.float64)
+        if not len(counts):
+            continue
+        times = np.array([np.mean(seconds[int(a), inter]) for a in counts])
+        if len(counts) == 1:
+            fitted[inter] = (float(times[0]), 0.0)
+        else:
+            slope, intercept = np.polyfit(counts - 2.0, times, 1)
+            fitted[inter] = (max(float(intercept), 0.0), max(float(slope), 0.0))
+    intra = fitted.get(False, fitted.get(True, (prior_s, 0.0)))
+    inter_pair = fitted.get(True, intra)
+    return SyncCurve(
+        intra_alpha_s=intra[0], intra_beta_s=intra[1], inter_alpha_s=inter_pair[0], inter_beta_s=inter_pair[1]
+    )
+
+
+def _peak_bytes(device_type: str) -> float:
+    if device_type == "cuda":
+        return float(torch.cuda.max_memory_reserved())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def num_nodes(world_size: int) -> int:
+    """Nodes that the job spans, from the launcher's LOCAL_WORLD_SIZE; 1 where unknown."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return max(1, -(-world_size // max(local, 1)))
