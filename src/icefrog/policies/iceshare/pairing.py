@@ -1,0 +1,113 @@
+"""Who shares with whom once it is known *who* shares: running pairs stay, the rest is matched in one fixed way."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from icefrog.policies.iceshare.matching import SharingGraph, assignment_matching, exact_matching, matching_weight
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_EXACT_UP_TO = 200
+
+
+def settle_pairs(
+    graph: SharingGraph, value: Floats, mate: Ints | None, vertices: Ints | None = None
+) -> tuple[Ints, Ints]:
+    """(N,) shared option and (N,) partner of every job, -1 for those who do not share.
+
+    The result depends on the set of sharers and on the running pairs, not on how the set was found, so that deciding
+    twice does not shuffle partners.
+
+    Args:
+        graph: the may-share graph.
+        value: (S,) worth of the shared options, -inf: forbidden.
+        mate: (V,) a pairing of the sharers, used if no better one is found.
+        vertices: the sharers, where no pairing is known; if they cannot be paired all, some stay without a partner.
+    """
+    n = graph.problem.num_jobs
+    option, partner = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    who = np.flatnonzero(mate >= 0) if mate is not None else vertices
+    if who is None or len(who) == 0:
+        return option, partner
+    plain = np.where(value > -np.inf, graph.problem.weight[graph.problem.shr_job] * graph.problem.shr_share, -np.inf)
+    pair = _subgraph(graph, who).pair_values(plain)
+    least = -np.inf
+    known: Ints | None = None
+    if mate is not None:
+        known = np.searchsorted(who, mate[who])
+        least = matching_weight(pair, known)
+    best = _canonical(pair, _running(graph, who), least)
+    final = best if best is not None else known
+    if final is None:
+        return option, partner
+    for i in np.flatnonzero(final > np.arange(len(who))).tolist():
+        a, b = int(who[i]), int(who[final[i]])
+        first, second = int(graph.jobs[a]), int(graph.jobs[b])
+        option[first], option[second] = graph.combination(a, b, plain)
+        partner[first], partner[second] = second, first
+    return option, partner
+
+
+def _subgraph(graph: SharingGraph, who: Ints) -> SharingGraph:
+    return SharingGraph(graph.problem, graph.jobs[who], graph.option[who], graph.bottleneck[np.ix_(who, who)], 0)
+
+
+def _running(graph: SharingGraph, who: Ints) -> Ints:
+    """(W,) position in ``who`` of the present partner, -1: none of them."""
+    place = {int(job): i for i, job in enumerate(graph.jobs[who].tolist())}
+    partner = graph.problem.partner[graph.jobs[who]].tolist()
+    out = np.array([place.get(j, -1) for j in partner], np.int64)
+    for i, j in enumerate(out.tolist()):
+        if j >= 0 and out[j] < 0:
+            out[j] = i  # named by one side only
+    return np.where((out >= 0) & (out[out] == np.arange(len(out))), out, -1)
+
+
+def _canonical(pair: Floats, running: Ints, least: float) -> Ints | None:
+    """A perfect matching of weight >= ``least``: with the running pairs kept if that loses nothing, else a heaviest one."""
+    everything = np.arange(len(pair))
+    kept = running.copy()
+    apart = np.flatnonzero(kept >= 0)
+    kept[apart[pair[apart, kept[apart]] == -np.inf]] = -1
+    free = np.flatnonzero(kept < 0)
+    attempts = [(kept, free)] if len(free) < len(pair) else []
+    attempts.append((np.full(len(pair), -1, np.int64), everything))
+    for start, rest in attempts:
+        found = _perfect(pair[np.ix_(rest, rest)])
+        if found is None:
+            continue
+        mate = start.copy()
+        mate[rest] = rest[found]
+        if matching_weight(pair, mate) >= least - 1e-12 * max(1.0, abs(least)):
+            return mate
+    return None
+
+
+def _perfect(pair: Floats) -> Ints | None:
+    """A perfect matching, as heavy as the assignment's cycles give it; None where none was found."""
+    if len(pair) == 0:
+        return np.empty(0, np.int64)
+    edges = pair > -np.inf
+    if not np.all(np.any(edges, axis=1)):
+        return None
+    own = _separable(np.where(edges, pair, 0.0), edges)
+    heavy = 1.0 + 4.0 * float(np.max(np.abs(pair[edges]), initial=0.0))
+    weight = edges.astype(np.float64) if own else np.where(edges, pair + heavy, 0.0)
+    mate = assignment_matching(weight).mate
+    if np.any(mate < 0) and len(pair) <= _EXACT_UP_TO:
+        mate = exact_matching(weight, resolution=1e-12 * heavy * len(pair))
+    return None if np.any(mate < 0) else mate
+
+
+def _separable(pair: Floats, edges: NDArray[np.bool_]) -> bool:
+    """Whether every pair is worth the sum of two own values, so that all perfect matchings weigh the same."""
+    own = np.max(np.where(edges, pair, -np.inf), axis=1) / 2
+    for _ in range(30):
+        previous = own
+        own = (own + np.min(np.where(edges, pair - own, np.inf), axis=1)) / 2
+        if np.allclose(own, previous, rtol=0, atol=1e-15):
+            break
+    return bool(np.all(np.abs(pair - own[:, None] - own)[edges] <= 1e-13))
