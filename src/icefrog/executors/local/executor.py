@@ -186,8 +186,10 @@ class LocalExecutor:
                 job.current = None
                 events += self._nothing_runs(job)
             case Life.RUNNING:
-                if wanted and not current.announced and self._long_silent(current):
-                    events.append(self._announce(job, current, self._clock.now_s()))
+                now_s = self._clock.now_s()
+                up_s = self._up_since_s(current, now_s)
+                if wanted and not current.announced and now_s - up_s >= self._silent_s:
+                    events.append(self._announce(job, current, up_s))
         return events
 
     def _life(self, current: Current) -> Life:
@@ -234,9 +236,9 @@ class LocalExecutor:
             current.told_offset = offset
         return events
 
-    def _long_silent(self, current: Current) -> bool:
+    def _up_since_s(self, current: Current, default_s: float) -> float:
         since_s = current.attempt.up_since_s()
-        return since_s is not None and self._clock.now_s() - since_s >= self._silent_s
+        return default_s if since_s is None else since_s
 
     def _announce(self, job: Job, current: Current, time_s: float) -> ev.JobStarted:
         current.announced = True
@@ -253,7 +255,7 @@ class LocalExecutor:
         end = ending(current.attempt, job.spec, current.story, self._clock.now_s())
         if wanted:
             del self._jobs[job.job_id]
-            events: list[ev.Event] = [] if current.announced else [self._announce(job, current, end.time_s)]
+            events: list[ev.Event] = [] if current.announced else [self._announce(job, current, self._up_since_s(current, end.time_s))]
             return [*events, *self._ending_events(job, current, end)]
         if current.announced:
             if end.kind == "finished" or job.goal.grant is None:
