@@ -76,7 +76,7 @@ def tables(data_dir: Path) -> str:
             "",
             f"### {gpu_type} (`placements{suffix}.csv`)",
             "",
-            "| application | points fitted | error there | error on all other points | placement and batch both unseen | largest error at |",
+            "| application | fitted | error there | on all other points | placement and batch unseen | largest at |",
             "|---|---|---|---|---|---|",
         ]
         for application in APPLICATIONS:

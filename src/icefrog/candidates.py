@@ -55,7 +55,7 @@ def candidates(
         max_shared: largest size of the shared set.
 
     Returns:
-        Empty only if no GPU count fits the cluster and the batch. A job without a profile gets a prior:
+        Empty if no GPU count fits the cluster and divides the batch. A job without a profile gets a prior:
         PRIOR_EFFICIENCY for each doubling of the GPUs, PRIOR_REMAINING_S on one; it is never offered for
         sharing (its memory is unknown).
     """
@@ -188,11 +188,10 @@ def _prior_candidates(view: JobView, placements: tuple[tuple[int, int], ...], ag
     unknown (0)."""
     batches = view.spec.batch.options()
     divided = [(gpus, next((m for m in batches if m % gpus == 0), None)) for gpus, _ in placements]
-    usable = [(gpus, batch) for gpus, batch in divided if batch is not None]
-    if not usable:  # no count divides the batch: let the job say so when it starts
-        usable = [(gpus, gpus * math.ceil(batches[0] / gpus)) for gpus, _ in placements[:1]]
     options = []
-    for gpus, batch in usable:
+    for gpus, batch in divided:
+        if batch is None:
+            continue
         speed_up = gpus * PRIOR_EFFICIENCY ** math.log2(gpus)
         samples_per_s = speed_up * batches[0]  # one GPU: a step of the smallest batch a second
         estimate = Estimate(

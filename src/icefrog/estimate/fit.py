@@ -110,11 +110,13 @@ def fit_params(points: Sequence[ThroughputPoint], prior: ThroughputParams | None
     """The parameters alone; arguments and errors as :func:`fit_throughput`."""
     _check(points)
     columns = _Columns.of(points)
-    start = _start(columns, prior)
+    rough = _start(columns)
+    anchor = rough if prior is None else _encode(prior)
     free = _free(columns)
-    best_cost, best = np.inf, start
-    for first in _starts(start):
-        vector, cost = _descend(columns, first, start, free)
+    best_cost, best = np.inf, anchor
+    starts = _restarts(np.where(free, rough, anchor))
+    for first in starts if prior is None else (anchor, *starts):
+        vector, cost = _descend(columns, first, anchor, free)
         if cost < best_cost * (1.0 - 1e-9):
             best_cost, best = cost, vector
     return _with_unseen(_decode(best), columns, prior)
@@ -212,10 +214,8 @@ def _encode(params: ThroughputParams) -> FloatArray:
     return np.asarray(np.log(np.maximum(values, floors)))
 
 
-def _start(at: _Columns, prior: ThroughputParams | None) -> FloatArray:
-    """Where the fit starts and is pulled to: the prior, or rough figures read off the points."""
-    if prior is not None:
-        return _encode(prior)
+def _start(at: _Columns) -> FloatArray:
+    """Rough figures read off the points."""
     alone = np.where(np.isnan(at.sync_s), at.step_s, np.maximum(at.step_s - at.sync_s, 0.1 * at.step_s)) / at.accum
     low, high = float(at.batch.min()), float(at.batch.max())
     at_low = float(np.median(alone[at.batch == low]))
@@ -244,11 +244,11 @@ def _start(at: _Columns, prior: ThroughputParams | None) -> FloatArray:
     )
 
 
-def _starts(start: FloatArray) -> tuple[FloatArray, ...]:
-    """Restarts: the overlap exponent decides which of two valleys is found."""
-    strong = start.copy()
+def _restarts(rough: FloatArray) -> tuple[FloatArray, ...]:
+    """The overlap exponent decides which of two valleys is found."""
+    strong = rough.copy()
     strong[_INDEX["gamma"]] += 2.0
-    return start, strong
+    return rough, strong
 
 
 def _intra(at: _Columns) -> BoolArray:
@@ -284,7 +284,7 @@ def _free(at: _Columns) -> BoolArray:
 def _descend(at: _Columns, first: FloatArray, anchor: FloatArray, free: BoolArray) -> tuple[FloatArray, float]:
     """One local minimum: (vector, cost)."""
     timed = np.isfinite(at.fwd_s)
-    pull = PRIOR_WEIGHT * np.sqrt(len(at.step_s)) * _PULL[free]
+    pull = PRIOR_WEIGHT * LOSS_SCALE * np.sqrt(len(at.step_s)) * _PULL[free]
 
     def residuals(part: FloatArray) -> FloatArray:
         vector = first.copy()
@@ -294,15 +294,18 @@ def _descend(at: _Columns, first: FloatArray, anchor: FloatArray, free: BoolArra
         if timed.any():
             forward = compute_s(params.fwd, at.batch) * wait_factor(params, at.gpus)
             error = np.concatenate([error, np.log(forward[timed] / at.fwd_s[timed])])
-        robust = np.sign(error) * LOSS_SCALE * np.sqrt(2.0 * (np.sqrt(1.0 + (error / LOSS_SCALE) ** 2) - 1.0))
-        drift = part - anchor[free]
-        return np.concatenate([robust, pull * LOSS_SCALE * np.sign(drift) * np.sqrt(np.abs(drift))])
+        return np.concatenate([LOSS_SCALE * _robust(error / LOSS_SCALE), pull * _robust(part - anchor[free])])
 
     bounds = (first[free] - 15.0, first[free] + 15.0)
     found = least_squares(residuals, first[free], bounds=bounds, max_nfev=200)
     vector = first.copy()
     vector[free] = found.x
     return vector, float(found.cost)
+
+
+def _robust(z: FloatArray) -> FloatArray:
+    """Residual whose square is twice the soft-L1 loss: quadratic near 0, linear far from it."""
+    return np.asarray(np.sign(z) * np.sqrt(2.0 * (np.sqrt(1.0 + z**2) - 1.0)))
 
 
 def _with_unseen(params: ThroughputParams, at: _Columns, prior: ThroughputParams | None) -> ThroughputParams:
