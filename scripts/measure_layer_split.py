@@ -1,7 +1,7 @@
 """Measures how gradient variance splits over layers and training progress, with and without freezing, at small scale.
 
 Two networks of this file, a residual CNN (SGD) and a small transformer (AdamW), learn scikit-learn's 8x8 digits. Every
-step is taken as 4 micro-batches, so that each unit's per-sample variance S = M tr Cov(g) and |G|^2 come from the step's
+step is taken as 2 micro-batches, so that each unit's per-sample variance S = M tr Cov(g) and |G|^2 come from the step's
 own gradients (for AdamW: of the preconditioned gradient). One run trains everything; nine more start from its state at
 25, 50, 75 % of the steps and freeze the first 25, 50, 75 % of the units: 10 curves a network, averaged over seeds in
 the logarithm. The result stands in src/icefrog/workloads/layer_split.json and is a *proxy* for larger networks.
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 OUTPUT = Path(__file__).parents[1] / "src/icefrog/workloads/layer_split.json"
 FRACTIONS = (0.25, 0.5, 0.75)
 GRID = 11
-BATCH, MICRO = 64, 4
+BATCH, MICRO = 64, 2
 
 
 class Block(nn.Module):
@@ -105,15 +105,15 @@ NETWORKS = {
         cnn,
         lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4),
         False,
-        30,
-        "10-unit residual CNN, SGD with momentum, cosine learning rate, 30 epochs; raw gradients",
+        20,
+        "10-unit residual CNN, SGD with momentum, cosine learning rate, 20 epochs; raw gradients",
     ),
     "transformer": Network(
         transformer,
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=1e-2),
         True,
-        30,
-        "10-unit pre-norm transformer, AdamW, cosine learning rate, 30 epochs; preconditioned gradients",
+        20,
+        "10-unit pre-norm transformer, AdamW, cosine learning rate, 20 epochs; preconditioned gradients",
     ),
 }
 
@@ -233,6 +233,7 @@ def measure(net: Network, seed: int) -> tuple[np.ndarray, dict[tuple[float, floa
             after = run(net, branch, frozen, sets, seed, total, {})
             ratios[start, depth] = on_grid(after)[:, 0] / np.maximum(on_grid(rows[mark:])[:, 0], 1e-30)
             scores.append(accuracy(branch.model, sets))
+            print(f"seed {seed}: frozen {frozen} from {start:.0%}: accuracy {scores[-1]:.4f}", flush=True)
     return on_grid(rows), ratios, scores
 
 
@@ -271,7 +272,7 @@ def summarise(net: Network, seeds: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(1)
     table = {
