@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from icefrog import events as ev
-from icefrog.candidates import candidates
+from icefrog.candidate_cache import CandidateCache
 from icefrog.controller import Controller, ControllerConfig
 from icefrog.driver import RealClock, StallError, Turn, VirtualClock, run
 from icefrog.executors.sim.executor import SimExecutor
@@ -132,7 +132,7 @@ def simulate(
     world = World(tuple(specs), profiles, curves, cluster, settings.world_config())
     config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s, event_driven=settings.event_driven)
     state = ClusterState(cluster, world.estimates)
-    controller = Controller(state, chosen, candidate_source(), config)
+    controller = Controller(state, chosen, CandidateCache(), config)
     watch = _Watch(policy, len(specs), state, settings.check, progress)
     path = None if out_dir is None else out_dir / policy / "events.jsonl"
     started_s = RealClock().now_s()
@@ -147,15 +147,6 @@ def simulate(
         records = ()
     wall_s = RealClock().now_s() - started_s
     return RunResult(policy, settings.seed, path, records, state, watch.decisions(), wall_s, stalled)
-
-
-def candidate_source() -> Callable[..., Any]:
-    """The job's options, as the controller asks for them."""
-
-    def source(view: Any, cluster: ClusterSpec, now_s: float, freeze: bool) -> Any:
-        return candidates(view, cluster, now_s, freeze=freeze)
-
-    return source
 
 
 def _drive(controller: Controller, world: World, log: Any, settings: SimSettings, watch: _Watch) -> str:

@@ -18,7 +18,7 @@ class SettlingCurves:
     num_layers: int
     floor: float = 0.02
 
-    def variance(self, progress: float) -> FloatArray:
+    def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
         depth = np.arange(self.num_layers) / self.num_layers
         falling = np.exp(-6.0 * progress * (1.2 - depth))
         suffix_falls = np.where(depth > 0.5, 1.0 - 0.9 * progress, 1.0)

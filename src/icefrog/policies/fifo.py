@@ -32,18 +32,22 @@ class Fifo:
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Keep what runs; admit by order of submission while GPUs last."""
-        free = snapshot.cluster.num_gpus - sum(job.num_gpus for job in snapshot.jobs if job.running)
+        free = snapshot.cluster.num_gpus
         choices: dict[str, Candidate] = {}
         reasons: dict[str, str] = {}
-        blocked_by: str | None = None
         for job in snapshot.jobs:
-            wanted = job.num_gpus if job.running else job.spec.requested_gpus
+            # A job may hold another count than it asked for, or half a GPU, if another policy was in charge before.
+            candidate = base.exclusive(candidates, job.job_id, job.num_gpus) if job.running else None
+            if candidate is not None and job.num_gpus <= free:
+                free -= job.num_gpus
+                choices[job.job_id] = candidate
+                reasons[job.job_id] = f"keeps its {job.num_gpus} GPUs until it ends"
+        blocked_by: str | None = None
+        for job in (job for job in snapshot.jobs if job.job_id not in choices):
+            wanted = job.spec.requested_gpus
             candidate = base.exclusive(candidates, job.job_id, wanted)
             if candidate is None:
                 reasons[job.job_id] = f"cannot run on {wanted} GPUs here"
-            elif job.running:
-                choices[job.job_id] = candidate
-                reasons[job.job_id] = f"runs on the {wanted} GPUs it asked for"
             elif blocked_by is not None and not self.options.backfill:
                 reasons[job.job_id] = f"waits behind {blocked_by}, which was submitted earlier"
             elif wanted > free:

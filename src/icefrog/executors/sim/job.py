@@ -58,6 +58,8 @@ class SimJob:
         self._interval_end = self._interval_samples
         self._checkpoint = (0.0, 0.0, 0.0)
         self._stored_v: FloatArray = np.zeros(self._num_layers)  # true V of the frozen prefix, as it froze
+        self._frozen_since = 0.0  # true progress when the boundary was put in force
+        self._true_v = truth.variance(0.0, 0.0, 0)  # at the last look
         self._seen_v: FloatArray | None = None
         self._seen_g: FloatArray | None = None
         self.frozen = 0
@@ -132,8 +134,10 @@ class SimJob:
         """Recompute the speeds; ``sharing``: true speed beside the present partner, 1.0 = alone. Call after advance."""
         assert self.grant is not None
         samples = float(self._speed[self.frozen]) * sharing
-        worth = self._efficiency(self.truth.variance(self.progress), self.truth.sqr_norm(self.progress))
-        believed = self._efficiency(self._seen_v, self._seen_g)
+        worth, believed = 1.0, 1.0
+        if self.grant.global_batch != self.spec.batch.initial:
+            worth = self._efficiency(self._true_v, self.truth.sqr_norm(self.progress))
+            believed = self._efficiency(self._seen_v, self._seen_g)
         self.rate = Rate(samples, samples * self._true_psi() * worth, samples * self.psi * believed)
 
     def next_event(self) -> tuple[float, bool]:
@@ -154,7 +158,7 @@ class SimJob:
         self.tune()
         self.save()
 
-    # -- the Layer Tuner -----------------------------------------------------------------------------------------------------
+    # -- the Layer Tuner ---------------------------------------------------------------------------------------------------
 
     def tune(self) -> None:
         """argmax of E over the depths within the grant's bounds, at the granted batch, on what the job itself has seen."""
@@ -207,16 +211,24 @@ class SimJob:
         """True training progress, 0..1."""
         return self.effective / self.truth.total_samples
 
+    def _look(self) -> FloatArray:
+        """The true variances now; those of frozen layers as they froze."""
+        values = self.truth.variance(self.progress, self._frozen_since, self.frozen)
+        values[: self.frozen] = self._stored_v[: self.frozen]
+        return values
+
     def _move_boundary(self, depth: int) -> None:
         # Layers that freeze keep the variance of this moment. Layers that open are live again: the truth at once, the
         # job's own view of them at the next tuning point, when fresh steps have replaced what was stored.
         if depth > self.frozen:
-            self._stored_v[self.frozen : depth] = self.truth.variance(self.progress)[self.frozen : depth]
-        self.frozen = depth
+            self._stored_v[self.frozen : depth] = self._look()[self.frozen : depth]
+        self.frozen, self._frozen_since = depth, self.progress
+        self._true_v = self._look()
 
     def _observe(self) -> None:
+        self._true_v = self._look()
         noise = np.exp(self._config.stats_noise * self._rng.standard_normal(self._num_layers))
-        fresh = self.truth.variance(self.progress) * noise
+        fresh = self._true_v * noise
         norm = self.truth.sqr_norm(self.progress)
         if self._seen_v is not None and self._seen_g is not None:
             fresh[: self.frozen] = self._seen_v[: self.frozen]
@@ -224,18 +236,17 @@ class SimJob:
         self._seen_v, self._seen_g = fresh, norm
 
     def _true_psi(self) -> float:
+        """psi of the truth (Eq. 3), taken as constant until the next look at the gradients."""
         if self.frozen == 0:
             return 1.0
-        values = self.truth.variance(self.progress)
-        values[: self.frozen] = self._stored_v[: self.frozen]
-        psi = float(frozen_penalty(values)[self.frozen])
+        psi = float(frozen_penalty(self._true_v)[self.frozen])
         return psi if psi > 0.0 else _LEAST_PSI
 
     def _efficiency(self, variance: FloatArray | None, sqr_norm: FloatArray | None) -> float:
-        """EFF(M) = (phi + M0) / (phi + M); 1 where the batch is the initial one, or phi is not known."""
+        """EFF(M) = (phi + M0) / (phi + M); 1 where phi is not known."""
         assert self.grant is not None
         first, now = self.spec.batch.initial, self.grant.global_batch
-        if now == first or variance is None or sqr_norm is None:
+        if variance is None or sqr_norm is None:
             return 1.0
         signal = float(sqr_norm.sum())
         phi = float(variance.sum()) / signal if signal > 0 else np.inf

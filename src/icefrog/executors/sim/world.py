@@ -26,8 +26,8 @@ INTERFERENCE = 0.1
 class Curves(Protocol):
     """Gradient statistics of a model by training progress (effective samples / P0, 0..1), per-sample units."""
 
-    def variance(self, progress: float) -> FloatArray:
-        """V = S by layer, shape (L,)."""
+    def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
+        """V = S by layer, shape (L,), where the first ``frozen_depth`` (0..1) of the layers froze at ``frozen_start``."""
         ...
 
     def sqr_norm(self, progress: float) -> FloatArray:
@@ -70,9 +70,12 @@ class TrueJob:
     split: FloatArray  # factor on the catalogue's curves, shape (L,)
     total_samples: float  # P0
 
-    def variance(self, progress: float) -> FloatArray:
-        """True V by layer, shape (L,)."""
-        return np.asarray(self.curves.variance(progress)) * self.split
+    def variance(self, progress: float, frozen_since: float, frozen_layers: int) -> FloatArray:
+        """True V by layer, shape (L,), where the boundary has been at ``frozen_layers`` since that progress."""
+        if frozen_layers == 0:
+            return np.asarray(self.curves.variance(progress)) * self.split
+        depth = frozen_layers / len(self.split)
+        return np.asarray(self.curves.variance(progress, frozen_since, depth)) * self.split
 
     def sqr_norm(self, progress: float) -> FloatArray:
         """True |G|^2 by layer, shape (L,)."""
