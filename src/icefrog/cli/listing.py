@@ -22,7 +22,9 @@ def policies(as_json: bool) -> None:
             key: {"default": field.default, "description": field.description or ""}
             for key, field in cls.Options.model_fields.items()
         }
-        rows.append({"name": name, "source": cls.source, "oracle": cls.oracle, "freezes": cls.freezes, "options": options})
+        rows.append(
+            {"name": name, "source": cls.source, "oracle": cls.oracle, "freezes": cls.freezes, "options": options}
+        )
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
