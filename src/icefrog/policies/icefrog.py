@@ -1,0 +1,191 @@
+"""The paper's policy: all jobs decided together by IceShare, on estimates that know what freezing does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from icefrog.policies import base
+from icefrog.policies.iceshare import ExclusiveOption, Job, Problem, SharedOption, Solution, solve
+from icefrog.policies.iceshare.problem import SHARED_GPUS
+from icefrog.types import Candidate, Candidates, JobView, Plan, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What one job brings into a decision, in the order of the problem's options."""
+
+    view: JobView
+    alone: tuple[Candidate, ...]
+    shared: tuple[Candidate, ...]
+    waited_s: float
+    must_run: bool
+
+
+class IceFrog:
+    """Largest sum of IceShares above a fairness floor, exclusive GPUs and sharing pairs in one exact decision (section 8).
+
+    A job that has waited longer than ``max_wait_s`` is forced to run, the longest waiting first, and then keeps running for
+    at least ``min_run_s``. A change of a running job's configuration must be worth its restart.
+    """
+
+    name: ClassVar[str] = "icefrog"
+    source: ClassVar[str] = "IceFrog: layer-elastic jobs, IceShare (Eq. 15-18), solved exactly"
+    oracle: ClassVar[bool] = False
+    freezes: ClassVar[bool] = True
+
+    class Options(base.Options):
+        """Knobs of ``icefrog``."""
+
+        rho: float = Field(
+            default=1.0, ge=0.0, le=1.0, description="fairness: every job reaches rho x the max-min share"
+        )
+        max_wait_s: float = Field(default=7200.0, gt=0, description="a job that waited longer is forced to run")
+        min_run_s: float = Field(default=1800.0, ge=0, description="a forced job runs at least this long")
+        share: bool = Field(default=True, description="let pairs of jobs share a GPU")
+        restart_charge: float = Field(default=1.0, ge=0, description="restarts charged to a change of configuration")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
+        """One IceShare problem: build, solve, map back."""
+        forced = _memory(snapshot.memory)
+        offers = self._offers(snapshot, candidates, forced)
+        problem = Problem.from_jobs(
+            snapshot.cluster.num_gpus,
+            [self._job(offer, snapshot) for offer in offers],
+            gpu_mem_bytes=snapshot.cluster.gpu_mem_bytes,
+            rho=self.options.rho,
+        )
+        solution = solve(problem)
+        choices = _choices(offers, solution)
+        reasons = {job.job_id: "no configuration of it fits this cluster" for job in snapshot.jobs}
+        reasons |= _reasons(offers, solution)
+        memory = self._remember(snapshot, offers, choices, forced)
+        return Plan(choices=choices, pairs=solution.pairs, reasons=reasons, memory=memory)
+
+    # -- into the problem --------------------------------------------------------------------------------------------------
+
+    def _offers(self, snapshot: Snapshot, candidates: Candidates, forced: Mapping[str, float]) -> list[_Offer]:
+        """Jobs that have an option; those that must run first, the longest waiting at the front, then by submission."""
+        offers = []
+        largest = max(snapshot.cluster.gpus_per_node)
+        for view in snapshot.jobs:
+            options = candidates.get(view.job_id, ())
+            alone = _whole_nodes(tuple(c for c in options if not c.config.shared), largest)
+            if not alone:
+                continue
+            shared = tuple(c for c in options if c.config.shared) if self.options.share else ()
+            waited_s = 0.0 if view.waiting_since_s is None else snapshot.now_s - view.waiting_since_s
+            young = view.running and snapshot.now_s < forced.get(view.job_id, -1e300) + self.options.min_run_s
+            must_run = young or waited_s > self.options.max_wait_s
+            offers.append(_Offer(view, alone, shared, waited_s, must_run))
+        return sorted(
+            offers,
+            key=lambda offer: (
+                (not offer.must_run, not offer.view.running, -offer.waited_s) if offer.must_run else (True, False, 0.0)
+            ),
+        )
+
+    def _job(self, offer: _Offer, snapshot: Snapshot) -> Job:
+        view = offer.view
+        current: float | None = None
+        if view.running:
+            current = SHARED_GPUS if view.shared else float(view.num_gpus)
+        return Job(
+            id=view.job_id,
+            options=tuple(ExclusiveOption(c.config.num_gpus, c.estimate.tta_s) for c in offer.alone),
+            shared=tuple(
+                SharedOption(c.estimate.tta_s, c.estimate.mem_bytes, c.estimate.util_pct) for c in offer.shared
+            ),
+            weight=view.spec.weight,
+            current=current,
+            partner=_partner(view, snapshot) if view.shared else None,
+            restart_s=view.restart_s * self.options.restart_charge,
+            must_run=offer.must_run,
+        )
+
+    def _remember(
+        self,
+        snapshot: Snapshot,
+        offers: Sequence[_Offer],
+        choices: Mapping[str, Candidate],
+        forced: Mapping[str, float],
+    ) -> Any:
+        """Since when a forced job runs: {"forced": {job: s}}; entries leave when their time is over or the job stops."""
+        kept = {}
+        for offer in offers:
+            job_id = offer.view.job_id
+            if not offer.must_run or job_id not in choices:
+                continue
+            kept[job_id] = forced[job_id] if offer.view.running and job_id in forced else snapshot.now_s
+        return {"forced": kept}
+
+
+def _memory(memory: Any) -> Mapping[str, float]:
+    found = memory.get("forced", {}) if isinstance(memory, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _whole_nodes(options: tuple[Candidate, ...], node_gpus: int) -> tuple[Candidate, ...]:
+    """Without counts above a node that are not whole nodes (section 9), unless the job has nothing else."""
+    tidy = tuple(c for c in options if c.config.num_gpus <= node_gpus or c.config.num_gpus % node_gpus == 0)
+    return tidy or options
+
+
+def _partner(view: JobView, snapshot: Snapshot) -> str | None:
+    return next((j.job_id for j in snapshot.jobs if j.gpus == view.gpus and j.job_id != view.job_id), None)
+
+
+# -- back from the solution ------------------------------------------------------------------------------------------------
+
+
+def _choices(offers: Sequence[_Offer], solution: Solution) -> dict[str, Candidate]:
+    problem = solution.problem
+    choices: dict[str, Candidate] = {}
+    for index, offer in enumerate(offers):
+        if (option := int(solution.option[index])) >= 0:
+            choices[offer.view.job_id] = offer.alone[option - int(problem.opt_ptr[index])]
+        elif (option := int(solution.shared_option[index])) >= 0:
+            choices[offer.view.job_id] = offer.shared[option - int(problem.shr_ptr[index])]
+    return choices
+
+
+def _reasons(offers: Sequence[_Offer], solution: Solution) -> dict[str, str]:
+    """In words. Rounded, so that a reason changes (and is logged again) only when the situation does."""
+    shares, gpus = solution.shares.tolist(), solution.gpus.tolist()
+    reasons = {}
+    for index, offer in enumerate(offers):
+        if gpus[index] == 0.0:
+            reasons[offer.view.job_id] = _why_waiting(offer)
+        else:
+            reasons[offer.view.job_id] = _why_running(offer, gpus[index], shares[index], _mate(offers, solution, index))
+    return reasons
+
+
+def _mate(offers: Sequence[_Offer], solution: Solution, index: int) -> str | None:
+    mate = int(solution.mate[index])
+    return offers[mate].view.job_id if mate >= 0 else None
+
+
+def _why_running(offer: _Offer, gpus: float, share: float, mate: str | None) -> str:
+    where = f"shares a GPU with {mate}" if mate is not None else f"{int(gpus)} GPU" + ("s" if gpus > 1 else "")
+    text = f"{where}: {share:.1f} of its best time"
+    fastest = min(offer.alone, key=lambda c: c.estimate.tta_s).config.num_gpus
+    if share < 0.95 and fastest != gpus:
+        text += f"; {fastest} would be best for it, but cost others more"
+    if offer.must_run:
+        text += "; it has waited long, so it runs now"
+    return text
+
+
+def _why_waiting(offer: _Offer) -> str:
+    fewest = min(c.config.num_gpus for c in offer.alone)
+    needs = f"it needs {fewest} GPU" + ("s" if fewest > 1 else "")
+    if offer.must_run:
+        return f"waits: {needs}; jobs that have waited longer come first"
+    return f"waits: {needs}, which bring other jobs closer to their best time"
