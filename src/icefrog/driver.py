@@ -150,7 +150,14 @@ def _carry_out(step: Step, log: LogWriter, executor: Executor) -> None:
 
 
 def vacate(
-    controller: Controller, executor: Executor, log: LogWriter, clock: Clock, *, reason: str, wait_s: float
+    controller: Controller,
+    executor: Executor,
+    log: LogWriter,
+    clock: Clock,
+    *,
+    reason: str,
+    wait_s: float,
+    on_turn: Callable[[Turn], None] = lambda turn: None,
 ) -> bool:
     """Ask every job to save a checkpoint and leave its GPUs, and wait for that; no decision is taken meanwhile.
 
@@ -159,14 +166,15 @@ def vacate(
     """
     state = controller.state
     granted = [job for job in state.active.values() if job.phase in GRANTED]
-    asked = [
-        ev.Preempt(time_s=clock.now_s(), job_id=job.job_id, attempt=job.attempt, reason=reason) for job in granted
-    ]
+    asked = [ev.Preempt(time_s=clock.now_s(), job_id=job.job_id, attempt=job.attempt, reason=reason) for job in granted]
     _apply(state, asked, log)
     executor.submit(asked)
     give_up_s = clock.now_s() + wait_s
     while True:
-        _apply(state, executor.poll(give_up_s), log)
+        events = executor.poll(give_up_s)
+        _apply(state, events, log)
+        if events:
+            on_turn(Turn(clock.now_s(), events, Step(), 0.0))
         if executor.idle() or clock.now_s() >= give_up_s:
             return executor.idle()
         clock.wait_until(give_up_s)

@@ -73,31 +73,34 @@ class SqliteLog:
             db.executemany("DELETE FROM inbox WHERE id = ?", [(taken,) for taken in self._received])
         self._received.clear()
 
-    def post(self, event: ev.JobSubmitted | ev.CancelRequested) -> None:
-        """Put a user's wish into the inbox; the controller takes it up when it next looks, or when it next runs.
+    def post(self, events: Sequence[ev.JobSubmitted | ev.CancelRequested]) -> None:
+        """Put users' wishes into the inbox, all or none; the controller takes them up when it next looks or runs.
 
         Raises:
             UserError: a job of that name was submitted before, or (to cancel) never was.
         """
         with self._transaction() as db:
-            known = any(
+            for event in events:
+                self._check_name(event)
                 db.execute(
-                    f"SELECT 1 FROM {table} WHERE job_id = ? AND kind = 'job_submitted'", (event.job_id,)
-                ).fetchone()
-                for table in ("records", "inbox")
-            )
-            if known and isinstance(event, ev.JobSubmitted):
-                raise UserError(
-                    f"a job named {event.job_id} was submitted before",
-                    "names are unique: give this one another (name: in the job file, or --name); "
-                    f"`icefrog explain {event.job_id}` shows the other",
+                    "INSERT INTO inbox (kind, job_id, line) VALUES (?, ?, ?)",
+                    (event.kind, event.job_id, ev.encode(event)),
                 )
-            if not known and isinstance(event, ev.CancelRequested):
-                raise UserError(f"there is no job named {event.job_id}", "`icefrog jobs` lists them")
-            db.execute(
-                "INSERT INTO inbox (kind, job_id, line) VALUES (?, ?, ?)",
-                (event.kind, event.job_id, ev.encode(event)),
+
+    def knows(self, job_id: str) -> bool:
+        """Whether a job of that name was ever submitted."""
+        with self._guard():
+            queries = (
+                f"SELECT 1 FROM {table} WHERE job_id = ? AND kind = 'job_submitted'" for table in ("records", "inbox")
             )
+            return any(self._db.execute(query, (job_id,)).fetchone() for query in queries)
+
+    def _check_name(self, event: ev.JobSubmitted | ev.CancelRequested) -> None:
+        known = self.knows(event.job_id)
+        if known and isinstance(event, ev.JobSubmitted):
+            raise name_taken(event.job_id)
+        if not known and isinstance(event, ev.CancelRequested):
+            raise UserError(f"there is no job named {event.job_id}", "`icefrog jobs` lists them")
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
@@ -247,6 +250,15 @@ def _read_jsonl(path: Path) -> list[ev.AnyRecord]:
                     "restore the file from a copy, or run the simulation again",
                 ) from error
     return records
+
+
+def name_taken(job_id: str) -> UserError:
+    """Job names are unique in a log, finished jobs included."""
+    return UserError(
+        f"a job named {job_id} was submitted before",
+        "names are unique: give this one another (name: in the job file, or --name); "
+        f"`icefrog explain {job_id}` shows the other",
+    )
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from icefrog.candidates import candidates
 from icefrog.controller import Controller, ControllerConfig
 from icefrog.driver import RealClock, StallError, Turn, run, vacate
 from icefrog.errors import UserError
+from icefrog.eventlog import SqliteLog, name_taken
 from icefrog.executors.local import LocalExecutor, local_cluster
 from icefrog.executors.local.attempts import CWD_LABEL
 from icefrog.executors.local.slots import devices_of
@@ -39,6 +40,8 @@ __all__ = [
     "job_rows",
     "log_paths",
     "submit",
+    "submit_all",
+    "submittable",
     "up",
 ]
 
@@ -211,7 +214,7 @@ def _settings(
 def _leave(
     controller: Controller,
     executor: LocalExecutor,
-    log: Any,
+    log: SqliteLog,
     clock: RealClock,
     watcher: View,
     *,
@@ -225,7 +228,13 @@ def _leave(
         watcher.message(f"stopping: {running} running jobs save a checkpoint and leave (again to end them at once)")
     grace_s = max((job.spec.stop_grace_s for job in active.values()), default=0.0)
     gone = vacate(
-        controller, executor, log, clock, reason="the controller was stopped", wait_s=grace_s + _LEAVE_EXTRA_S
+        controller,
+        executor,
+        log,
+        clock,
+        reason="the controller was stopped",
+        wait_s=grace_s + _LEAVE_EXTRA_S,
+        on_turn=lambda turn: watcher.turn(turn, controller.state),
     )
     if active:
         watcher.message(f"{len(active)} unfinished jobs go on from their checkpoints with the next `icefrog up`")
@@ -260,36 +269,59 @@ def down(home: Home, *, wait_s: float = 120.0, poll_s: float = 0.1) -> bool:
 
 
 def submit(home: Home, spec: JobSpec, *, cwd: Path | None = None) -> JobSpec:
-    """Hand a job in. It starts when a controller runs in this home, now or later.
+    """Hand one job in; see :func:`submit_all`."""
+    return submit_all(home, [spec], cwd=cwd)[0]
+
+
+def submit_all(home: Home, specs: Sequence[JobSpec], *, cwd: Path | None = None) -> list[JobSpec]:
+    """Hand jobs in, all or none. They start when a controller runs in this home, now or later.
 
     Args:
         home: where.
-        spec: the job.
-        cwd: the folder its command runs in; default: the current one.
+        specs: the jobs.
+        cwd: the folder their commands run in; default: the current one.
 
     Returns:
-        The job as submitted: with the folder among its labels.
+        The jobs as submitted: with the folder among their labels.
 
     Raises:
-        UserError: the name was used before, the job is for simulations only, or it is larger than the cluster.
+        UserError: see :func:`submittable`.
     """
-    if spec.workload is not None:
-        raise UserError(
-            f"job {spec.name} names a workload of the catalogue, which only a simulation can run",
-            "give it a command or an entry",
-        )
-    settings = home.settings()
-    if settings is not None and min(spec.gpus) > settings.cluster.num_gpus:
-        total = settings.cluster.num_gpus
-        raise UserError(
-            f"job {spec.name} needs at least {min(spec.gpus)} GPUs, the cluster has {total}",
-            f"allow a smaller count (gpus: [..., {total}]), or start the controller with more slots",
-        )
+    submittable(home, specs)
     folder = str((cwd if cwd is not None else Path.cwd()).absolute())
-    placed = spec.model_copy(update={"labels": {CWD_LABEL: folder, **spec.labels}})
+    placed = [spec.model_copy(update={"labels": {CWD_LABEL: folder, **spec.labels}}) for spec in specs]
     with home.open_log(create=True) as log:
-        log.post(ev.JobSubmitted(time_s=RealClock().now_s(), job=placed))
+        now_s = RealClock().now_s()
+        log.post([ev.JobSubmitted(time_s=now_s, job=spec) for spec in placed])
     return placed
+
+
+def submittable(home: Home, specs: Sequence[JobSpec]) -> None:
+    """Check jobs without submitting them.
+
+    Raises:
+        UserError: a name was used before or is given twice, a job is for simulations only, or larger than the cluster.
+    """
+    names = [spec.name for spec in specs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"the name {twice} is given twice", "names are unique: change one (name: in the job file)")
+    settings = home.settings()
+    total = None if settings is None else settings.cluster.num_gpus
+    for spec in specs:
+        if spec.workload is not None:
+            raise UserError(
+                f"job {spec.name} names a workload of the catalogue, which only a simulation can run",
+                "give it a command or an entry",
+            )
+        if total is not None and min(spec.gpus) > total:
+            raise UserError(
+                f"job {spec.name} needs at least {min(spec.gpus)} GPUs, the cluster has {total}",
+                f"allow a smaller count (gpus: [..., {total}]), or start the controller with more slots",
+            )
+    if home.db.exists():
+        with home.open_log() as log:
+            if taken := next((name for name in names if log.knows(name)), None):
+                raise name_taken(taken)
 
 
 def cancel(home: Home, job_id: str) -> None:
@@ -302,4 +334,4 @@ def cancel(home: Home, job_id: str) -> None:
     if row is not None and row.finished:
         raise UserError(f"job {job_id} is {row.phase} already", "`icefrog jobs` shows the ones that are not")
     with home.open_log() as log:
-        log.post(ev.CancelRequested(time_s=RealClock().now_s(), job_id=job_id))
+        log.post([ev.CancelRequested(time_s=RealClock().now_s(), job_id=job_id)])

@@ -198,7 +198,7 @@ def history(job: JobState, records: list[ev.AnyRecord]) -> list[str]:
     lines: list[str] = []
     depth = 0
     for record in records:
-        text = _told(record, depth)
+        text = told(record, depth)
         if isinstance(record, ev.ProgressReported):
             depth = record.frozen_layers
         if text is not None:
@@ -206,7 +206,8 @@ def history(job: JobState, records: list[ev.AnyRecord]) -> list[str]:
     return lines
 
 
-def _told(record: ev.AnyRecord, depth: int) -> str | None:
+def told(record: ev.AnyRecord, depth: int) -> str | None:
+    """What a record means for its job, in a line; None where that is nothing new. ``depth``: layers frozen before it."""
     because = f": {getattr(record, 'reason', '')}" if getattr(record, "reason", "") else ""
     match record:
         case ev.JobSubmitted():
