@@ -22,7 +22,7 @@ import numpy as np
 import scipy
 
 from icefrog.errors import UserError
-from icefrog.estimate.fit import FitError
+from icefrog.estimate.fit import NOT_FITTED, FitError
 from icefrog.estimate.pollux import (
     APPLICATIONS,
     EVEN_BATCHES_ONLY,
@@ -87,7 +87,28 @@ def tables(data_dir: Path) -> str:
                 f"| {application} | {check.num_fitted} | {_percent(check.fitted)} | {_percent(check.rest)} "
                 f"({check.rest.num_points}) | {_percent(check.both_unseen)} ({check.both_unseen.num_points}) | {where} |"
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, *ablations(data_dir)])
+
+
+def ablations(data_dir: Path) -> list[str]:
+    """What each term of the model is worth: median / 90th percentile on all unseen points."""
+    models = {
+        "the model": NOT_FITTED,
+        "with `smooth`": (),
+        "without `pair_beta_s`": (*NOT_FITTED, "pair_beta_s"),
+        "without `straggler`": (*NOT_FITTED, "straggler"),
+        "without both (Pollux' form)": (*NOT_FITTED, "pair_beta_s", "straggler"),
+    }
+    lines = ["", "### With and without a term: median / 90th percentile on all other points"]
+    for gpu_type in ("t4", "a100"):
+        lines += ["", f"| {gpu_type} | " + " | ".join(APPLICATIONS) + " |", "|---" * (len(APPLICATIONS) + 1) + "|"]
+        for name, without in models.items():
+            cells = []
+            for application in APPLICATIONS:
+                error = check_halves(read_measurements(data_dir, application, gpu_type), without).rest
+                cells.append(f"{100 * error.median:.1f} / {100 * error.p90:.1f}")
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ free: a term whose regime was never measured keeps its prior.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,9 @@ LOSS_SCALE = 0.05
 PRIOR_WEIGHT = 0.02
 HOLD_OUT_EVERY = 5
 _TINY_S = 1e-7
+_ABSENT = -50.0  # log of a term that is left out
+NOT_FITTED = ("smooth",)
+"""A flat start of compute beat the affine curve on no application's unseen points: see the evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +109,22 @@ def fit_throughput(points: Sequence[ThroughputPoint], prior: ThroughputParams | 
     return FitResult(params, fit_error(params, points), unseen)
 
 
-def fit_params(points: Sequence[ThroughputPoint], prior: ThroughputParams | None = None) -> ThroughputParams:
-    """The parameters alone; arguments and errors as :func:`fit_throughput`."""
+def fit_params(
+    points: Sequence[ThroughputPoint], prior: ThroughputParams | None = None, without: Collection[str] = NOT_FITTED
+) -> ThroughputParams:
+    """The parameters alone; arguments and errors as :func:`fit_throughput`.
+
+    ``without`` names terms that are not fitted but absent (or the prior's): ``smooth``, ``straggler``, ``pair_beta_s``.
+    """
     _check(points)
     columns = _Columns.of(points)
     rough = _start(columns)
     anchor = rough if prior is None else _encode(prior)
     free = _free(columns)
+    for name in without:
+        free[_INDEX[name]] = False
+        if prior is None:
+            anchor[_INDEX[name]] = _ABSENT
     best_cost, best = np.inf, anchor
     starts = _restarts(np.where(free, rough, anchor))
     for first in starts if prior is None else (anchor, *starts):
@@ -211,6 +223,7 @@ def _encode(params: ThroughputParams) -> FloatArray:
     values = [*positive, params.straggler, odds[0], odds[1], params.flop_gamma, odds[2]]
     floors = np.full(len(_NAMES), 0.02)
     floors[[_INDEX[name] for name in _NAMES if name.endswith("_s")]] = _TINY_S
+    floors[_INDEX["smooth"]] = np.exp(_ABSENT)
     return np.asarray(np.log(np.maximum(values, floors)))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from icefrog.errors import UserError
-from icefrog.estimate.fit import FitError, ThroughputPoint, fit_error, fit_params
+from icefrog.estimate.fit import NOT_FITTED, FitError, ThroughputPoint, fit_error, fit_params
 from icefrog.profile import ThroughputParams
 
 APPLICATIONS = ("cifar10", "imagenet", "bert", "deepspeech2", "ncf", "yolov3")
@@ -88,10 +88,10 @@ def halves(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[Measure
     return fitted, rest, unseen
 
 
-def check_halves(rows: Sequence[Measurement]) -> HalfCheck:
-    """Fit one half, measure the error on the other."""
+def check_halves(rows: Sequence[Measurement], without: Collection[str] = NOT_FITTED) -> HalfCheck:
+    """Fit one half, measure the error on the other; ``without``: terms of the model to leave out, as in ``fit_params``."""
     fitted, rest, unseen = ([row.point for row in part] for part in halves(rows))
-    params = fit_params(fitted)
+    params = fit_params(fitted, without=without)
     return HalfCheck(len(fitted), params, fit_error(params, fitted), fit_error(params, rest), fit_error(params, unseen))
 
 
