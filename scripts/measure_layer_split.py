@@ -273,16 +273,20 @@ def summarise(net: Network, seeds: list[int]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--only", choices=list(NETWORKS), help="measure this network again, keep the other one")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    names = [args.only] if args.only else list(NETWORKS)
+    measured = {name: summarise(NETWORKS[name], list(range(args.seeds))) for name in names}
+    kept = json.loads(OUTPUT.read_text())["families"] if args.only and OUTPUT.exists() else {}
     table = {
         "schema": 1,
         "about": "written by scripts/measure_layer_split.py on scikit-learn digits; rows: 11 points of progress (runs: "
         "from the freezing to the end), columns: units in forward order; marked proxy for larger networks",
         "provenance": "proxy",
-        "families": {name: summarise(net, list(range(args.seeds))) for name, net in NETWORKS.items()},
+        "families": dict(sorted({**kept, **measured}.items())),
     }
-    OUTPUT.write_text(json.dumps(table, indent=None, separators=(",", ":")).replace('"runs"', '\n"runs"') + "\n")
+    OUTPUT.write_text(json.dumps(table, separators=(",", ":")).replace('{"start"', '\n{"start"') + "\n")
 
 
 if __name__ == "__main__":

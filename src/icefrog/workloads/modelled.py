@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
-from icefrog.estimate.occupancy import OccupancyPoint, fit_occupancy
 from icefrog.estimate.throughput import compute_s
-from icefrog.profile import ComputeCurve, OccupancyParams, SyncCurve, ThroughputParams
+from icefrog.profile import ComputeCurve, FloatArray, OccupancyParams, SyncCurve, ThroughputParams
 
 PEAK_FLOPS = {"tf32": 156e12, "bf16": 312e12}  # NVIDIA A100 data sheet, dense
 EFFICIENCY = {
@@ -123,15 +123,29 @@ def occupancy(
     saved = np.array([layer["saved_bytes"] for layer in layers]) * dtype_bytes / 4
     shards = SHARDS if sharded else 1
     state_per_weight = (dtype_bytes + optimizer_bytes) / dtype_bytes
-    points = []
+    rows, mem_bytes, util_pct = [], [], []
     for depth in range(len(layers)):
         theta, omega = float(flops[depth:].sum() / flops.sum()), float(weights[depth:].sum() / weights.sum())
         fixed = CONTEXT_BYTES + (weights.sum() + weights[depth:].sum() * state_per_weight) / shards
         per_sample = saved[depth:].sum() + saved.max()
-        points += [
-            OccupancyPoint(m, theta, omega, float(fixed + per_sample * m), _util_pct(params, m, theta)) for m in batches
-        ]
-    return fit_occupancy(points)
+        rows += [(1.0, float(m), theta, omega) for m in batches]
+        mem_bytes += [float(fixed + per_sample * m) for m in batches]
+        util_pct += [_util_pct(params, m, theta) for m in batches]
+    return OccupancyParams(
+        mem_bytes=_regression(np.array(rows), np.array(mem_bytes)),
+        util_pct=_regression(np.array(rows), np.array(util_pct)),
+    )
+
+
+def _regression(rows: FloatArray, values: FloatArray) -> tuple[float, float, float, float]:
+    """Least squares with coefficients >= 0: nothing shrinks with the batch or with what is trained.
+
+    Weighted between absolute and relative error: the regression has no term m * theta, so one of the two ends must give.
+    """
+    scale, weight = rows.max(axis=0), values**-0.5
+    solution = nnls(rows / scale * weight[:, None], values * weight)[0] / scale
+    first, second, third, fourth = (float(x) for x in solution)
+    return first, second, third, fourth
 
 
 def _util_pct(params: ThroughputParams, batch: int, theta: float) -> float:
