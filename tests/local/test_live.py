@@ -93,9 +93,9 @@ def test_a_name_is_used_once(home: live.Home) -> None:
 def test_several_jobs_are_handed_in_together_or_not_at_all(home: live.Home) -> None:
     live.submit(home, job_spec("b", 1, 0.0))
     for names in (("a", "b"), ("a", "a")):
-        with pytest.raises(UserError, match="submitted before|given twice"):
+        with pytest.raises(UserError, match=r"submitted before|given twice"):
             live.submit_all(home, [job_spec(name, 1, 0.0) for name in names])
-        with pytest.raises(UserError, match="submitted before|given twice"):
+        with pytest.raises(UserError, match=r"submitted before|given twice"):
             live.submittable(home, [job_spec(name, 1, 0.0) for name in names])
     assert [row.job_id for row in live.job_rows(home)] == ["b"]
     live.submit_all(home, [job_spec("c", 1, 0.0), job_spec("a", 1, 0.0)])
