@@ -148,9 +148,11 @@ def assignment_matching(weight: Floats) -> Matching:
 
 def _from_cycles(gain: Floats, perm: Ints) -> Ints:
     """Split the permutation's cycles into matched edges: the better half of an even cycle, the best path of an odd one."""
-    mate = np.full(len(perm), -1, np.int64)
+    here = np.arange(len(perm))
+    swapped = perm[perm] == here  # cycles of one or two, by far the most
+    mate = np.where(swapped & (perm != here) & (gain[here, perm] > 0), perm, -1).astype(np.int64)
     step = perm.tolist()
-    seen = [False] * len(step)
+    seen = swapped.tolist()
     for start in range(len(step)):
         cycle = []
         at = start

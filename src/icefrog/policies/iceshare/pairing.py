@@ -39,7 +39,8 @@ def settle_pairs(
     if mate is not None:
         known = np.searchsorted(who, mate[who])
         least = matching_weight(pair, known)
-    best = _canonical(pair, _running(graph, who), least)
+    usable = (graph.option[who] >= 0) & (plain[graph.option[who]] > -np.inf)
+    best = _canonical(pair, _running(graph, who), least, alike=bool(np.all(usable.sum(axis=1) <= 1)))
     final = best if best is not None else known
     if final is None:
         return option, partner
@@ -66,7 +67,7 @@ def _running(graph: SharingGraph, who: Ints) -> Ints:
     return np.where((out >= 0) & (out[out] == np.arange(len(out))), out, -1)
 
 
-def _canonical(pair: Floats, running: Ints, least: float) -> Ints | None:
+def _canonical(pair: Floats, running: Ints, least: float, alike: bool) -> Ints | None:
     """A perfect matching of weight >= ``least``: with the running pairs kept if that loses nothing, else a heaviest one."""
     everything = np.arange(len(pair))
     kept = running.copy()
@@ -76,7 +77,7 @@ def _canonical(pair: Floats, running: Ints, least: float) -> Ints | None:
     attempts = [(kept, free)] if len(free) < len(pair) else []
     attempts.append((np.full(len(pair), -1, np.int64), everything))
     for start, rest in attempts:
-        found = _perfect(pair[np.ix_(rest, rest)])
+        found = _perfect(pair[np.ix_(rest, rest)], alike)
         if found is None:
             continue
         mate = start.copy()
@@ -86,28 +87,19 @@ def _canonical(pair: Floats, running: Ints, least: float) -> Ints | None:
     return None
 
 
-def _perfect(pair: Floats) -> Ints | None:
-    """A perfect matching, as heavy as the assignment's cycles give it; None where none was found."""
+def _perfect(pair: Floats, alike: bool) -> Ints | None:
+    """A perfect matching, as heavy as the assignment's cycles give it; None where none was found.
+
+    ``alike``: every pair is worth the sum of two own values, so all perfect matchings weigh the same.
+    """
     if len(pair) == 0:
         return np.empty(0, np.int64)
     edges = pair > -np.inf
     if not np.all(np.any(edges, axis=1)):
         return None
-    own = _separable(np.where(edges, pair, 0.0), edges)
     heavy = 1.0 + 4.0 * float(np.max(np.abs(pair[edges]), initial=0.0))
-    weight = edges.astype(np.float64) if own else np.where(edges, pair + heavy, 0.0)
+    weight = edges.astype(np.float64) if alike else np.where(edges, pair + heavy, 0.0)
     mate = assignment_matching(weight).mate
     if np.any(mate < 0) and len(pair) <= _EXACT_UP_TO:
         mate = exact_matching(weight, resolution=1e-12 * heavy * len(pair))
     return None if np.any(mate < 0) else mate
-
-
-def _separable(pair: Floats, edges: NDArray[np.bool_]) -> bool:
-    """Whether every pair is worth the sum of two own values, so that all perfect matchings weigh the same."""
-    own = np.max(np.where(edges, pair, -np.inf), axis=1) / 2
-    for _ in range(30):
-        previous = own
-        own = (own + np.min(np.where(edges, pair - own, np.inf), axis=1)) / 2
-        if np.allclose(own, previous, rtol=0, atol=1e-15):
-            break
-    return bool(np.all(np.abs(pair - own[:, None] - own)[edges] <= 1e-13))
