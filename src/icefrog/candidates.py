@@ -1,5 +1,4 @@
-"""The options of one job (Eq. 16): its best configuration at every GPU count, and a Pareto set of shared
-ones."""
+"""The options of one job (Eq. 16): its best configuration at every GPU count, and a Pareto set of shared ones."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ def _rule(
 
 
 def _offered_psi(view: JobView, profile: Profile, freeze: bool) -> FloatArray:
-    """psi of the depths that the job may use; where it freezes by a rule of its own, of its present depth
-    alone."""
+    """psi of the depths that the job may use; where it freezes by a rule of its own, of its present depth alone."""
     stats = view.stats
     known = freeze and stats is not None and len(stats.variance) == profile.num_layers
     psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
@@ -184,8 +182,7 @@ def pareto_front(costs: FloatArray) -> IndexArray:
 
 
 def _prior_candidates(view: JobView, placements: tuple[tuple[int, int], ...], age_s: float) -> tuple[Candidate, ...]:
-    """Options of a job that has not reported: throughput in units of one GPU's, memory and utilisation
-    unknown (0)."""
+    """Options of a job that has not reported: throughput in units of one GPU's, memory and utilisation unknown (0)."""
     batches = view.spec.batch.options()
     divided = [(gpus, next((m for m in batches if m % gpus == 0), None)) for gpus, _ in placements]
     options = []

@@ -22,8 +22,7 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
 
     def __copy__(self) -> Self:
-        """A copy without cached values: ``model_copy(update=...)`` would otherwise keep those of the old
-        fields."""
+        """A copy without cached values: ``model_copy(update=...)`` would otherwise keep those of the old fields."""
         copied = super().__copy__()
         for name in set(copied.__dict__) - set(type(self).model_fields):
             del copied.__dict__[name]
@@ -39,8 +38,7 @@ class LayerCost(_Frozen):
 
 
 class ComputeCurve(_Frozen):
-    """Time of one pass over a local batch m: ``((alpha_s^k + (beta_s * m)^k)^(1/k))``; k = 1 is the affine
-    model.
+    """Time of one pass over a local batch m: ``((alpha_s^k + (beta_s * m)^k)^(1/k))``; k = 1 is the affine model.
 
     A larger ``smooth`` (k) is flatter at small m, where the GPU is not yet full.
     """
@@ -86,8 +84,7 @@ class ThroughputParams(_Frozen):
 
 
 class OccupancyParams(_Frozen):
-    """Two linear regressions on (m, theta_l, omega_l): peak memory and GPU utilisation (section 8 of the
-    paper)."""
+    """Two linear regressions on (m, theta_l, omega_l): peak memory and GPU utilisation (section 8 of the paper)."""
 
     mem_bytes: tuple[float, float, float, float] = Field(description="intercept, per sample, per theta, per omega")
     util_pct: tuple[float, float, float, float]
@@ -124,8 +121,7 @@ class Profile(_Frozen):
 
     @cached_property
     def memo(self) -> dict[Hashable, object]:
-        """Tables derived from this (immutable) profile by ``estimate.tuner``; never compared, copied or
-        written."""
+        """Tables derived from this (immutable) profile by ``estimate.tuner``; never compared, copied or written."""
         return {}
 
     def __getstate__(self) -> dict[Any, Any]:

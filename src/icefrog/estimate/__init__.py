@@ -1,2 +1,1 @@
-"""Predictions from a Profile: step time, memory, utilisation, the worth of a frozen sample; and how they
-are fitted."""
+"""Predictions from a Profile: step time, memory, utilisation, the worth of a frozen sample; and how they are fitted."""

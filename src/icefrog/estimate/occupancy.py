@@ -1,5 +1,4 @@
-"""Peak memory and GPU utilisation: two linear regressions on (m, theta_l, omega_l) (section 8 of the
-paper)."""
+"""Peak memory and GPU utilisation: two linear regressions on (m, theta_l, omega_l) (section 8 of the paper)."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ def _linear(
 
 
 def mem_bytes(profile: Profile, batch_per_gpu: npt.ArrayLike, frozen_layers: npt.ArrayLike = 0) -> FloatArray:
-    """Predicted peak memory of one GPU, bytes, >= 0; broadcasts. The safety factor 1.1 belongs to the
-    sharing rule."""
+    """Predicted peak memory of one GPU, bytes, >= 0; broadcasts. The safety factor 1.1 belongs to the sharing rule."""
     depth = np.asarray(frozen_layers, dtype=np.intp)
     coefficients = profile.occupancy.mem_bytes
     return np.maximum(_linear(coefficients, batch_per_gpu, profile.theta[depth], profile.omega[depth]), 0.0)
@@ -54,8 +52,7 @@ class OccupancyPoint:
 
 
 def fit_occupancy(points: Sequence[OccupancyPoint]) -> OccupancyParams:
-    """Least squares on the points; what they do not vary (e.g. no frozen ones yet) gets the smallest
-    coefficients.
+    """Least squares on the points; what they do not vary (e.g. no frozen ones yet) gets the smallest coefficients.
 
     With fewer than four independent points the minimum-norm solution is taken in scaled units, which
     splits an unknown constant evenly over intercept, theta and omega: predictions at the measured depths

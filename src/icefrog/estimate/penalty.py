@@ -1,5 +1,4 @@
-"""The frozen penalty (Eq. 3) and the per-layer gradient statistics behind it. Pure numpy: the runtime
-feeds it.
+"""The frozen penalty (Eq. 3) and the per-layer gradient statistics behind it. Pure numpy: the runtime feeds it.
 
 One vector V prices every depth at every time. For a layer that trains, V is its present smoothed variance;
 for a frozen layer, the value last observed before it froze. Then psi(l) is the suffix sum over the whole
@@ -109,8 +108,7 @@ def successive_estimate(
 
 
 class GradientTracker:
-    """Per-layer bookkeeping: EMA of layers that train, stored values of frozen ones, through every move of
-    the boundary.
+    """Per-layer bookkeeping: EMA of layers that train, stored values of frozen ones, through every move of the boundary.
 
     Args:
         num_layers: L >= 1.
@@ -160,8 +158,7 @@ class GradientTracker:
         return True
 
     def set_boundary(self, frozen_layers: int) -> None:
-        """Freeze the first ``frozen_layers`` layers from now on; deeper ones are opened. No change:
-        nothing happens.
+        """Freeze the first ``frozen_layers`` layers from now on; deeper ones are opened. No change: nothing happens.
 
         A layer that freezes keeps the value in force (its EMA, or the older stored one where the EMA is
         still young); a layer that opens starts its EMA afresh.

@@ -18,8 +18,7 @@ from icefrog.profile import ComputeCurve, FloatArray, Profile, SyncCurve, Throug
 
 
 def power_sum(x: npt.ArrayLike, y: npt.ArrayLike, exponent: float) -> FloatArray:
-    """(x^p + y^p)^(1/p) for x, y >= 0, p >= 1; exactly x where y = 0. p = 1 adds, p -> inf takes the
-    larger."""
+    """(x^p + y^p)^(1/p) for x, y >= 0, p >= 1; exactly x where y = 0. p = 1 adds, p -> inf takes the larger."""
     if exponent == 1.0:
         return np.add(x, y, dtype=np.float64)
     high = np.maximum(x, y).astype(np.float64)
@@ -127,8 +126,7 @@ def throughput(
     *,
     shared: bool = False,
 ) -> FloatArray:
-    """T(a, s, m, l) = M / T_iter * lambda, samples/s (Eq. 4); arguments as :func:`step_s`, lambda = 0.9
-    when shared."""
+    """T(a, s, m, l) = M / T_iter * lambda, samples/s (Eq. 4); arguments as :func:`step_s`, lambda = 0.9 when shared."""
     samples = np.asarray(num_gpus, dtype=np.float64) * np.asarray(batch_per_gpu) * np.asarray(accum_steps)
     speed = samples / step_s(profile, num_gpus, num_nodes, batch_per_gpu, frozen_layers, accum_steps)
     return np.asarray(speed * (SHARE_SLOWDOWN if shared else 1.0))

@@ -1,5 +1,4 @@
-"""The Layer Tuner (Eq. 15): (m*, l*) = argmax over legal (m, l) of E(a, s, m, l) = psi(l) EFF(M) T(a, s,
-m, l).
+"""The Layer Tuner (Eq. 15): (m*, l*) = argmax over legal (m, l) of E(a, s, m, l) = psi(l) EFF(M) T(a, s, m, l).
 
 Everything but psi and EFF is fixed for a profile, so T, memory and utilisation are tabulated once
 (:class:`TunerTable`) and one decision over all GPU counts is a product and an argmax.
@@ -69,8 +68,7 @@ def max_frozen_layers(num_layers: int, max_fraction: float) -> int:
 
 
 def split_batch(profile: Profile, global_batch: int, num_gpus: int) -> tuple[tuple[int, int], ...]:
-    """Legal (batch_per_gpu, accum_steps) with a * m * k = M, the fewest micro-steps first; empty: M does
-    not divide.
+    """Legal (batch_per_gpu, accum_steps) with a * m * k = M, the fewest micro-steps first; empty: M does not divide.
 
     m stays within the profile's local batches. More than one way is offered since a smaller m needs less
     memory.
@@ -145,8 +143,7 @@ class TunerTable:
         return np.asarray(self.throughput * self._efficiency(phi)[:, :, None] * worth)
 
     def _efficiency(self, phi: float | None) -> FloatArray:
-        """EFF(M) = (phi + M0) / (phi + M); phi unknown counts as 0, so that a larger batch is not believed
-        in."""
+        """EFF(M) = (phi + M0) / (phi + M); phi unknown counts as 0, so that a larger batch is not believed in."""
         noise = max(phi, 0.0) if phi is not None else 0.0
         return np.asarray((noise + self.rule.initial_batch) / (noise + np.maximum(self.global_batch, 1)))
 
