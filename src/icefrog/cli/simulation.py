@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -134,14 +136,17 @@ def _progress(total_policies: int) -> Iterator[Any]:
 @click.argument("problem", type=click.Path(path_type=Path))
 @click.option("--rho", type=float, default=1.0, show_default=True, help="Fairness: 1 max-min first, 0 the sum alone.")
 @click.option("--method", type=click.Choice(["exact", "milp"]), default="exact", show_default=True)
-def solve(problem: Path, rho: float, method: str) -> None:
+def solve(problem: Path, rho: float, method: Literal["exact", "milp"]) -> None:
     """Solve one IceShare decision; PROBLEM is a JSON file, or - for standard input."""
     from icefrog.policies.iceshare import parse_problem
     from icefrog.policies.iceshare import solve as solve_problem
 
     if not 0.0 <= rho <= 1.0:
         raise UserError(f"--rho: {rho} is not allowed", "a number from 0 (efficiency) to 1 (max-min fairness)")
-    solution = solve_problem(parse_problem(read_json(problem)), rho=rho, method=method)
+    parsed = parse_problem(read_json(problem))
+    started_s = time.perf_counter()
+    solution = solve_problem(parsed, rho=rho, method=method)
+    solution = dataclasses.replace(solution, solve_s=time.perf_counter() - started_s)
     click.echo(json.dumps(solution.to_json(), indent=2, allow_nan=False))
 
 
