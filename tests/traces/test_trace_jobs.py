@@ -37,7 +37,8 @@ def check(spec: JobSpec, job: TraceJob, catalogue: Catalogue) -> None:
     for count in spec.gpus:
         assert batch % count == 0
         assert count % task.gpus.unit == 0
-        assert task.local_batch.min <= batch // count <= task.local_batch.max  # runs without accumulation
+        assert task.local_batch.min <= batch // count <= task.local_batch.max * 4
+    assert batch // job.num_gpus <= task.local_batch.max  # as logged, it runs without accumulation
     assert 5 <= spec.max_epochs <= 200
     assert not spec.share or (task.share and 1 in spec.gpus)
     profile = job_profile(spec, catalogue)

@@ -21,6 +21,8 @@ from icefrog.workloads.classes import gpu_time_class
 from icefrog.workloads.jobs import epochs_for
 
 MAX_FRACTION = 0.9
+MAX_ACCUM_STEPS = 4
+"""A count below the request may need this many micro-steps to keep the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,9 @@ def _batch(workload: Workload, request: int, rng: np.random.Generator) -> int:
 
 
 def gpu_counts(workload: Workload, request: int, batch: int, max_gpus: int | None) -> tuple[int, ...]:
-    """A_k: the request's odd part times powers of two, in the task's range; each divides the batch without accumulation.
+    """A_k: the request's odd part times powers of two, in the task's range; the request is always among them.
 
-    The request is always among them.
+    Each divides the batch into local batches of at least the task's smallest, in at most ``MAX_ACCUM_STEPS`` micro-steps.
     """
     task = workload.task
     odd = request // (request & -request)
@@ -138,6 +140,6 @@ def gpu_counts(workload: Workload, request: int, batch: int, max_gpus: int | Non
         or (
             count % task.gpus.unit == 0
             and batch % count == 0
-            and task.local_batch.min <= batch // count <= task.local_batch.max
+            and task.local_batch.min <= batch // count <= task.local_batch.max * MAX_ACCUM_STEPS
         )
     )
