@@ -1,6 +1,6 @@
 """A residual CNN with batch normalisation on scikit-learn's digits. Runs alone, under torchrun, and as an IceFrog job.
 
-    python examples/digits_cnn.py --target 0.985
+python examples/digits_cnn.py --target 0.985
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from digits_data import accuracy, digits, shifted
 from torch import nn
 from torch.utils.data import DataLoader
 
-from icefrog.runtime import LayerElastic
+from icefrog.runtime import Guards, LayerElastic
 from icefrog.spec import Target
 
 
@@ -34,7 +34,7 @@ class Residual(nn.Module):
         return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
-def build(width: int = 32) -> nn.Module:
+def build(width: int = 24) -> nn.Module:
     """10 layers: a stem, eight residual blocks, a linear head."""
     w = width
     return nn.Sequential(
@@ -55,8 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=40, help="largest number of epochs")
     parser.add_argument("--batch", type=int, default=64, help="global batch, when not granted by a scheduler")
-    parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--target", type=float, default=0.985, help="accuracy, when not granted by a scheduler")
     parser.add_argument("--no-freeze", action="store_true")
     parser.add_argument("--checkpoint", default=None, help="folder; default: the scheduler's, or none")
@@ -67,12 +67,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     train, val = digits()
     model = build(args.width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
 
     elastic = LayerElastic(
         model,
         optimizer,
-        global_batch=None,
+        guards=Guards(hysteresis=0.02),
         rule="none" if args.no_freeze else None,
         checkpoint_dir=args.checkpoint,
         tune_every_steps=50,

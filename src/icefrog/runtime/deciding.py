@@ -1,7 +1,8 @@
-"""Chooses the boundary: the Layer Tuner inside the grant's bounds, behind three guards. Runs on rank 0 only.
+"""Chooses the boundary: the Layer Tuner inside the grant's bounds, behind four guards. Runs on rank 0 only.
 
 The guards (``docs/elastic-training.md`` says why each is needed):
 
+* warm-up: nothing is frozen during this share of P0: a prefix that has hardly been trained looks cheap to freeze;
 * hysteresis: a move must promise at least this much more effective progress;
 * dwell: no two moves within so many steps, so that statistics of re-opened layers are fresh;
 * stall: with a target set, layers frozen, and the validation metric without a new best for so many decisions, all layers
@@ -28,9 +29,10 @@ from icefrog.types import Config
 class Guards:
     """Settings of the guards. Zeros are the paper's rule: the plain argmax."""
 
+    warmup_share: float = 0.1
     hysteresis: float = 0.05
     dwell_steps: int = 20
-    stall_patience: int = 4
+    stall_patience: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class DepthRule:
         bounds: Bounds,
         psi: float,
         measured_throughput: float,
+        share_done: float,
     ) -> Proposal:
         """The boundary from the next step on.
 
@@ -108,6 +111,7 @@ class DepthRule:
             bounds: legal depths.
             psi: of the boundary in force.
             measured_throughput: samples/s now; 0 where unknown.
+            share_done: effective samples / P0; 0 while P0 is unknown.
         """
         now = config.frozen_layers
         if bounds.rule == "none":
@@ -116,6 +120,8 @@ class DepthRule:
         if profile is None or stats is None:
             depth = min(max(now, bounds.min_frozen), bounds.max_frozen)
             return self._stay(depth, psi, measured_throughput, "not ready: too few steps measured")
+        if share_done < self.guards.warmup_share and bounds.min_frozen == 0 and now == 0:
+            return self._stay(0, 1.0, measured_throughput, "warm-up: nothing is frozen yet")
         if self._stall_opens(now) and bounds.min_frozen == 0:
             return self._stay(0, 1.0, measured_throughput, "opened: the validation metric stalls below the target")
         choice = tune(

@@ -93,7 +93,7 @@ class LayerElastic:
         tune_every_steps: also decide every so many steps, not only at the end of epochs.
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
         checkpoint_every_steps: also save every so many steps.
-        guards: see :class:`~icefrog.runtime.deciding.Guards`; ``Guards(0, 0, 0)`` is the paper's plain argmax.
+        guards: see :class:`~icefrog.runtime.deciding.Guards`; ``Guards(0, 0, 0, 0)`` is the paper's plain argmax.
         stats_every: measure gradient statistics each n-th step.
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the GradScaler in use, so that statistics are of un-scaled gradients.
@@ -360,6 +360,7 @@ class LayerElastic:
                 bounds=Bounds.of(len(self.layers), self.max_fraction, self.rule, self.agent.grant),
                 psi=engine.psi,
                 measured_throughput=throughput,
+                share_done=at.effective_samples / total if (total := self._total()) else 0.0,
             )
         proposal: Proposal
         proposal, at.effective_samples = self._world.from_rank0((mine, at.effective_samples))

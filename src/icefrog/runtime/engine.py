@@ -169,8 +169,12 @@ class Engine:
 
     # --- forward: samples, FLOPs, order
 
-    def _forward_start(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
+    def __deepcopy__(self, _memo: Any) -> Engine:
+        """A copied model carries the hooks; they do nothing for it."""
+        return self
+
+    def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model is not self.inner or not torch.is_grad_enabled():
             return
         self._seen = _batch_size((args, kwargs))
         if self._flops is None and self.freezer.frozen_layers == 0:
@@ -183,8 +187,8 @@ class Engine:
             self._flops.__enter__()  # type: ignore[no-untyped-call]
             self._counting = True
 
-    def _forward_end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        if self._counting and self._flops is not None:
+    def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if model is self.inner and self._counting and self._flops is not None:
             self._counting = False
             self._flops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._flops.finish()

@@ -77,8 +77,8 @@ class Freezer:
             module.training = False
         for root in layer.modules:
             self._handles[index] += [
-                root.register_forward_pre_hook(_hold_eval),
-                root.register_forward_hook(_detach_output),
+                root.register_forward_pre_hook(self._hold_eval),
+                root.register_forward_hook(self._detach_output),
             ]
 
     def _unfreeze(self, index: int, layer: Layer) -> None:
@@ -90,6 +90,22 @@ class Freezer:
         for module in layer.submodules():
             module.training = self._own_mode[index].get(module, self.model.training)
         self._own_mode[index] = {}
+
+    def __deepcopy__(self, _memo: Any) -> Freezer:
+        """A copied model carries the hooks; they must go on meaning the original (and do nothing for the copy)."""
+        return self
+
+    def _in_prefix(self, root: nn.Module) -> bool:
+        return any(root is mine for layer in self.layers[: self.frozen_layers] for mine in layer.modules)
+
+    def _hold_eval(self, root: nn.Module, _args: Any) -> None:
+        if self._in_prefix(root):
+            for module in root.modules():
+                module.training = False
+
+    def _detach_output(self, root: nn.Module, _args: Any, output: Any) -> Any:
+        """Backward stops here even if a tied parameter, which trains with a later layer, was used in the prefix."""
+        return _detached(output) if self._in_prefix(root) else output
 
     def drop_prefix_grads(self) -> None:
         """Forget any gradient of the prefix, whoever made it; called right before each optimizer step."""
@@ -138,16 +154,6 @@ class Freezer:
             if id(module) in frozen
             for key, _ in module.named_buffers(recurse=False)
         ]
-
-
-def _hold_eval(root: nn.Module, _args: Any) -> None:
-    for module in root.modules():
-        module.training = False
-
-
-def _detach_output(_root: nn.Module, _args: Any, output: Any) -> Any:
-    """Backward stops here even if a tied parameter, which trains with a later layer, was used in the prefix."""
-    return _detached(output)
 
 
 def _detached(value: Any) -> Any:

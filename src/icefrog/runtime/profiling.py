@@ -1,8 +1,8 @@
 """From step times to a Profile: an online calibration that starts from a prior and uses every point seen so far.
 
 Points are kept by (GPUs, nodes, batch per GPU, micro-steps, depth) as medians over recent steps; they travel in the
-checkpoint, and so accumulate over resizes. Backward is known for *every* depth from the times at which layers' gradients become ready in a
-full step: freezing l layers ends backward when layer l + 1 is ready.
+checkpoint, and so accumulate over resizes. Backward is known for *every* depth from the times at which the gradients of each
+layer become ready in a full step: freezing l layers ends backward when layer l + 1 is ready.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ itself uses it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,17 +55,40 @@ class Preconditioner:
         self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
         self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
 
-    def denominator(self, param: nn.Parameter) -> torch.Tensor | None:
-        """sqrt(v) + eps, shaped as the parameter; None before the optimizer has state for it."""
+    def scale(self, param: nn.Parameter) -> Scale | None:
+        """sqrt(v) + eps, and the largest ratio |g| / (sqrt(v) + eps) that the optimizer itself can produce at this step.
+
+        None before the optimizer has state for the parameter.
+        """
         state = self.optimizer.state.get(param)
         key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
         if state is None or key is None:
             return None
         group = self._group.get(id(param), {})
         moment: torch.Tensor = state[key]
-        if "exp_avg_sq" in key and "betas" in group and "step" in state:
-            moment = moment / (1.0 - group["betas"][1] ** state["step"])
-        return moment.sqrt().add_(group.get("eps", 1e-8))
+        decay = group["betas"][1] if "betas" in group else group.get("alpha", 0.0) if key == "square_avg" else 0.0
+        correction = 1.0
+        if "betas" in group and "step" in state:
+            correction = 1.0 - float(decay) ** float(state["step"])
+            moment = moment / correction
+        bound = math.sqrt(correction / (1.0 - decay)) if decay < 1.0 else math.inf
+        return Scale(moment.sqrt().add_(group.get("eps", 1e-8)), bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How one parameter's gradient is measured."""
+
+    denominator: torch.Tensor
+    bound: float
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        """g / (sqrt(v) + eps), clamped.
+
+        An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
+        hundreds of steps. The optimizer's own v would include that gradient, which bounds the ratio; so do we.
+        """
+        return (grad / self.denominator).clamp_(-self.bound, self.bound)
 
 
 class Statistics:
@@ -161,20 +185,14 @@ class Statistics:
         pairs = [p for p in self.params if p.requires_grad and id(p) in self._now and id(p) in self._last]
         if not pairs or samples != self._last_samples:
             return None
-        now = [self._now[id(p)] for p in pairs]
-        diff = [self._now[id(p)] - self._last[id(p)] for p in pairs]
-        scales = self._denominators(pairs)
+        scales = self._scales(pairs)
         if scales is None:
             return None
-        if scales:
-            diff = [d.div_(s) for d, s in zip(diff, scales, strict=True)]
-            dots = [(n / s * (self._last[id(p)] / s)).sum() for p, n, s in zip(pairs, now, scales, strict=True)]
-        else:
-            dots = [torch.sum(n * self._last[id(p)]) for p, n in zip(pairs, now, strict=True)]
-        unscale = 1.0 / self.loss_scale() ** 2
-        diff_norms = self._by_layer(pairs, [torch.sum(d * d) for d in diff]) * unscale
-        dot = self._by_layer(pairs, dots) * unscale
-        return StepStatistics(*successive_estimate(_array(diff_norms), _array(dot), samples))
+        now = self._scaled([self._now[id(p)] for p in pairs], scales)
+        last = self._scaled([self._last[id(p)] for p in pairs], scales)
+        diff = self._by_layer(pairs, [torch.sum((n - b) ** 2) for n, b in zip(now, last, strict=True)])
+        dot = self._by_layer(pairs, [torch.sum(n * b) for n, b in zip(now, last, strict=True)])
+        return StepStatistics(*successive_estimate(_array(diff), _array(dot), samples))
 
     # --- several ranks
 
@@ -183,11 +201,11 @@ class Statistics:
         buffer, index = bucket.buffer(), bucket.index()
         params, grads = bucket.parameters(), bucket.gradients()
         capture = self.capture
-        scales = self._denominators(params) if capture else None
+        scales = self._scales(params) if capture else None
         if capture and scales is None:
             self._missing = True
         if scales is not None:
-            self._before[index] = self._sqr_norms(params, grads, scales) * self._mean_scale**2
+            self._before[index] = self._sqr_norms(params, grads, scales, self._mean_scale)
         buffer.mul_(self._weight)
         self.bytes_reduced += buffer.numel() * buffer.element_size()
         future = dist.all_reduce(buffer, async_op=True).get_future()
@@ -208,7 +226,7 @@ class Statistics:
         if not self.capture or self.world.size > 1 or self.accum_steps == 1:
             return
         live = [p for p in self.params if p.requires_grad and p.grad is not None]
-        scales = self._denominators(live)
+        scales = self._scales(live)
         if scales is None:
             self._missing = True
             return
@@ -266,7 +284,7 @@ class Statistics:
             mean = _array(torch.stack([t.double().cpu() for t in self._after.values()]).sum(0))
         else:
             live = [p for p in self.params if p.requires_grad and p.grad is not None]
-            scales = self._denominators(live)
+            scales = self._scales(live)
             if scales is None:
                 return None
             grads = [p.grad for p in live if p.grad is not None]
@@ -278,24 +296,35 @@ class Statistics:
         samples = np.full(self.replicas, total / self.replicas)
         return StepStatistics(*replica_estimate(rows, mean, samples))
 
-    def _denominators(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    def _scales(self, params: Sequence[torch.Tensor]) -> list[Scale] | None:
         """One per parameter; empty: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
         if not self.preconditioner.active:
             return []
         scales = []
         for param in params:
-            scale = self.preconditioner.denominator(param)  # type: ignore[arg-type]
+            scale = self.preconditioner.scale(param)  # type: ignore[arg-type]
             if scale is None:
                 return None
             scales.append(scale)
         return scales
 
+    def _scaled(self, grads: Sequence[torch.Tensor], scales: Sequence[Scale]) -> list[torch.Tensor]:
+        """Un-scaled (AMP) and, where the optimizer does so, preconditioned."""
+        unscale = 1.0 / self.loss_scale()
+        plain = list(grads) if unscale == 1.0 else [grad * unscale for grad in grads]
+        return [scale(grad) for scale, grad in zip(scales, plain, strict=True)] if scales else plain
+
     def _sqr_norms(
-        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        scales: Sequence[Scale],
+        factor: float = 1.0,
     ) -> torch.Tensor:
-        scaled = [g / s for g, s in zip(grads, scales, strict=True)] if scales else grads
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in scaled]
-        return self._by_layer(params, norms) / self.loss_scale() ** 2
+        """|factor * g|^2 by layer, shape (L,)."""
+        full = list(grads) if factor == 1.0 else [grad * factor for grad in grads]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._scaled(full, scales)]
+        return self._by_layer(params, norms)
 
     def _by_layer(self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of each layer's values, shape (L,)."""

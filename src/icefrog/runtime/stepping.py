@@ -46,6 +46,8 @@ class StepGate:
             if self.micro == 0:  # in the middle of an accumulation the gradients are still needed
                 self._zero_grad(*args, **kwargs)
 
+        if hasattr(self._step, "_wrapped_by_lr_sched"):  # else a scheduler made before us warns without cause
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # Bound methods, since LR schedulers wrap ``step.__func__``.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]

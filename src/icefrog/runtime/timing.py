@@ -46,6 +46,7 @@ class StepTimer:
     """Owned by :class:`~icefrog.runtime.elastic.LayerElastic`, which calls :meth:`step_enter` and :meth:`step_exit`."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], device: torch.device) -> None:
+        self.model = model
         self.device = device
         self.num_layers = len(layers)
         self._handles: list[RemovableHandle] = [
@@ -58,6 +59,10 @@ class StepTimer:
         self._pending: _Marks | None = None
         self._marks = _Marks()
         self._last_exit: Any = None
+
+    def __deepcopy__(self, _memo: Any) -> StepTimer:
+        """A copied model carries the hooks; they do nothing for it."""
+        return self
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -76,12 +81,12 @@ class StepTimer:
             return event
         return time.perf_counter()
 
-    def _forward_start(self, _model: nn.Module, _args: Any) -> None:
-        if torch.is_grad_enabled():
+    def _forward_start(self, model: nn.Module, _args: Any) -> None:
+        if model is self.model and torch.is_grad_enabled():
             self._marks.micro.append([self._mark(), None, None])
 
-    def _forward_end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        if torch.is_grad_enabled() and self._marks.micro:
+    def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if model is self.model and torch.is_grad_enabled() and self._marks.micro:
             self._marks.micro[-1][1] = self._mark()
 
     def _ready_hook(self, index: int) -> Any:
