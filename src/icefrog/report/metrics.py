@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from icefrog.profile import FloatArray
 from icefrog.report.record import JobRecord, RunRecord, Status, StepSeries
 
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -94,15 +95,15 @@ def busy_gpu_s(run: RunRecord) -> float:
 
 
 def mean_frozen_fraction(run: RunRecord) -> float | None:
-    """Share of the layers that is frozen, averaged over GPU-seconds of the jobs whose layers are known; None if none is."""
+    """Share of the layers that is frozen, averaged over GPU-seconds where it is known; None if it is nowhere."""
     frozen_gpu_s = gpu_s = 0.0
     for job in run.jobs:
-        if not job.num_layers:
-            continue
         for part in job.segments(run.end_s):
-            held_gpu_s = part.gpus * (part.end_s - part.start_s)
-            gpu_s += held_gpu_s
-            frozen_gpu_s += held_gpu_s * part.frozen_layers / job.num_layers
+            fraction = job.frozen_fraction(part.frozen_layers)
+            if fraction is not None:
+                held_gpu_s = part.gpus * (part.end_s - part.start_s)
+                gpu_s += held_gpu_s
+                frozen_gpu_s += held_gpu_s * fraction
     return frozen_gpu_s / gpu_s if gpu_s > 0 else None
 
 
@@ -130,10 +131,15 @@ def resample(series: StepSeries, start_s: float, end_s: float, buckets: int) -> 
     if len(series) <= buckets or end_s <= start_s:
         return series
     edges = np.linspace(start_s, end_s, buckets + 1)
-    times = np.array([t for t, _ in series])
-    values = np.array([v for _, v in series])
-    # The running integral is piecewise linear in time, so it can be read off at the edges.
+    area = area_until(np.array([t for t, _ in series]), np.array([v for _, v in series]), edges)
+    return tuple(zip(edges[:-1].tolist(), (np.diff(area) / np.diff(edges)).tolist(), strict=True))
+
+
+def area_until(times: FloatArray, values: FloatArray, edges: FloatArray) -> FloatArray:
+    """Integral of a step function (``values[i]`` from ``times[i]`` on, 0 before) up to each of ``edges``.
+
+    ``times`` is sorted and not empty; the result has the shape of ``edges``.
+    """
     area = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
     at = np.searchsorted(times, edges, side="right") - 1
-    total = np.where(at >= 0, area[at] + values[at] * (edges - times[at]), 0.0)
-    return tuple(zip(edges[:-1].tolist(), (np.diff(total) / np.diff(edges)).tolist(), strict=True))
+    return np.where(at >= 0, area[at] + values[at] * (edges - times[at]), 0.0)

@@ -80,6 +80,9 @@ class JobRecord:
     """The validation metric as reported."""
     sharing: tuple[Sharing, ...]
     warnings: tuple[tuple[float, str], ...]
+    """What it warned of itself."""
+    deaths: tuple[tuple[float, str], ...]
+    """When attempts died, and of what."""
 
     @property
     def jct_s(self) -> float | None:
@@ -106,7 +109,9 @@ class JobRecord:
         return sum(s.end_s - s.start_s for s in self.sharing)
 
     def frozen_fraction(self, frozen_layers: float) -> float | None:
-        """Share of the layers that ``frozen_layers`` are; None if L is unknown."""
+        """Share of the layers that ``frozen_layers`` are; None if it takes L, and L is unknown."""
+        if frozen_layers == 0:
+            return 0.0
         return frozen_layers / self.num_layers if self.num_layers else None
 
     def segments(self, end_s: float) -> list[Segment]:
@@ -182,6 +187,7 @@ class _Trail:
     metric: list[tuple[float, float]] = field(default_factory=list)
     sharing: list[Sharing] = field(default_factory=list)
     warnings: list[tuple[float, str]] = field(default_factory=list)
+    deaths: list[tuple[float, str]] = field(default_factory=list)
     held: tuple[GpuId, ...] = ()
     share: float = 0.0  # GPUs held, a sharer half
     waiting: bool = False
@@ -231,7 +237,7 @@ class _Collector:
         if isinstance(record, ev.JobWarned):
             trail.warnings.append((now_s, record.message))
         if isinstance(record, ev.JobCrashed):
-            trail.warnings.append((now_s, f"attempt {record.attempt} died: {record.reason}"))
+            trail.deaths.append((now_s, f"attempt {record.attempt} died: {record.reason}"))
 
     def _held(self, now_s: float, job: JobState, trail: _Trail) -> None:
         held: tuple[GpuId, ...] = ()
@@ -308,6 +314,7 @@ def _job_record(job: JobState, trail: _Trail, end_s: float, origin_s: float) -> 
         metric=_shift(trail.metric, origin_s),
         sharing=tuple(Sharing(s.start_s - origin_s, s.end_s - origin_s, s.partner) for s in sharing),
         warnings=tuple((t - origin_s, text) for t, text in trail.warnings),
+        deaths=tuple((t - origin_s, text) for t, text in trail.deaths),
     )
 
 
