@@ -13,13 +13,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from icefrog import events as ev
+from icefrog.driver import RealClock
 from icefrog.errors import UserError
 from icefrog.eventlog import SqliteLog
 from icefrog.executors.local import files
+from icefrog.executors.local.supervisor import start_ticks
 from icefrog.spec import ClusterSpec
 from icefrog.state import ClusterState, IllegalTransitionError
 
 ENV_HOME = "ICEFROG_HOME"
+_LOCK_WAIT_S = 3.0
 
 
 class Settings(BaseModel):
@@ -123,17 +126,33 @@ class Home:
 
     def controller_pid(self) -> int | None:
         """The process number of the running controller; None if there is none."""
-        if not files.is_locked(self.lock_path):
-            return None
+        return self._written_pid() if files.is_locked(self.lock_path) else None
+
+    def _written_pid(self) -> int | None:
         text = self.lock_path.read_text().strip()
         return int(text) if text.isdigit() else None
+
+    def _take_lock(self) -> int | None:
+        """The lock, or None if a living process has it.
+
+        It can be taken for a moment although no controller lives: somebody tests it, or a supervisor that a killed controller
+        was about to start has not let go of what it inherited.
+        """
+        clock = RealClock(0.05)
+        give_up_s = clock.now_s() + _LOCK_WAIT_S
+        while (lock := files.try_lock(self.lock_path)) is None:
+            pid = self._written_pid()
+            if clock.now_s() > give_up_s or (pid is not None and start_ticks(pid) is not None):
+                return None
+            clock.wait_until(give_up_s)
+        return lock
 
     @contextmanager
     def controller_lock(self) -> Iterator[None]:
         """Be the one controller. Raises :class:`UserError` naming the other one's process."""
-        lock = files.try_lock(self.lock_path)
+        lock = self._take_lock()
         if lock is None:
-            pid = self.controller_pid()
+            pid = self._written_pid()
             raise UserError(
                 f"a controller is running in {self.path} already (process {pid})",
                 "`icefrog jobs` shows what it does, `icefrog down` stops it; for a second one give another --home",

@@ -157,6 +157,17 @@ def test_one_controller_a_home_and_down_stops_it(home: live.Home) -> None:
     assert not live.down(home)
 
 
+def test_the_lock_may_be_held_for_a_moment_by_what_a_dead_controller_started(home: live.Home) -> None:
+    run_up(home)
+    lock = files.try_lock(home.lock_path)
+    assert lock is not None
+    heir = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.5)"], pass_fds=(lock,))
+    os.close(lock)
+    assert files.is_locked(home.lock_path)
+    assert run_up(home).why == "idle"
+    heir.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_controller_s_jobs_go_on_from_their_checkpoints(home: live.Home, number: signal.Signals) -> None:
     live.submit(home, job_spec("a", 30, 0.05, gpus=(1,)))
