@@ -135,8 +135,8 @@ class Home:
     def _take_lock(self) -> int | None:
         """The lock, or None if a living process has it.
 
-        It can be taken for a moment although no controller lives: somebody tests it, or a supervisor that a killed controller
-        was about to start has not let go of what it inherited.
+        It can be taken for a moment although no controller lives: somebody tests it, or a supervisor that a killed
+        controller was about to start has not let go of what it inherited.
         """
         clock = RealClock(0.05)
         give_up_s = clock.now_s() + _LOCK_WAIT_S
