@@ -4,14 +4,15 @@ from it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from icefrog import events as ev
 from icefrog.candidate_cache import CandidateCache
 from icefrog.controller import Controller, ControllerConfig
-from icefrog.driver import RealClock, StallError, Turn, VirtualClock, run
+from icefrog.driver import LogWriter, RealClock, StallError, Turn, VirtualClock, run
+from icefrog.eventlog import JsonlLog, MemoryLog
 from icefrog.executors.sim.executor import SimExecutor
 from icefrog.executors.sim.world import Curves, World, WorldConfig
 from icefrog.policies import make_policy
@@ -75,29 +76,6 @@ class RunResult:
     """Why the run ended with unfinished jobs; empty: it did not."""
 
 
-@dataclass(slots=True)
-class MemoryLog:
-    """A log that is kept in memory."""
-
-    records: list[ev.AnyRecord] = field(default_factory=list)
-
-    def append(self, records: Sequence[ev.AnyRecord]) -> None:
-        """Keep them."""
-        self.records += records
-
-
-class _LinesLog:
-    """JSON lines, one record a line."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def append(self, records: Sequence[ev.AnyRecord]) -> None:
-        """Write them; the file is complete when it is closed (a simulation that was killed is simply run again)."""
-        for record in records:
-            self._stream.write(ev.encode(record) + "\n")
-
-
 def simulate(
     specs: Sequence[JobSpec],
     profiles: Mapping[str, Profile],
@@ -142,14 +120,14 @@ def simulate(
         records = tuple(memory.records)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", newline="\n") as stream:
-            stalled = _drive(controller, world, _LinesLog(stream), settings, watch)
+        with JsonlLog(path) as lines:
+            stalled = _drive(controller, world, lines, settings, watch)
         records = ()
     wall_s = RealClock().now_s() - started_s
     return RunResult(policy, settings.seed, path, records, state, watch.decisions(), wall_s, stalled)
 
 
-def _drive(controller: Controller, world: World, log: Any, settings: SimSettings, watch: _Watch) -> str:
+def _drive(controller: Controller, world: World, log: LogWriter, settings: SimSettings, watch: _Watch) -> str:
     clock = VirtualClock()
     try:
         run(controller, SimExecutor(world, clock), log, clock, round_s=settings.round_s, on_turn=watch.turn)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from icefrog.estimate import occupancy
-from icefrog.estimate.penalty import frozen_penalty
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
 from icefrog.executors.sim.world import TrueJob, WorldConfig
 from icefrog.profile import FloatArray
-from icefrog.types import Config, GpuId
+from icefrog.types import GpuId
 
 _REPORTED_DIGITS = 4
 _SAME_TIME_S = 1e-6
@@ -51,6 +50,7 @@ class SimJob:
         self._rng = rng
         self._gpu_mem_bytes = gpu_mem_bytes
         self._num_layers = truth.profile.num_layers
+        self._moves_batch = len(truth.spec.batch.options()) > 1
         self._interval_samples = _interval_samples(truth, config)
         self.effective = 0.0
         self.counted = 0.0
@@ -74,6 +74,7 @@ class SimJob:
         self._starts = 0
         self._since_s = 0.0  # the books are right at this time
         self._speed: FloatArray = np.zeros(0)  # true samples/s by depth, alone
+        self._believed: FloatArray = np.zeros(0)  # the same by the estimates
 
     @property
     def job_id(self) -> str:
@@ -102,6 +103,7 @@ class SimJob:
             self.truth.profile, grant.num_gpus, grant.num_nodes, grant.batch_per_gpu, depths, grant.accum_steps
         )
         self._speed = grant.global_batch / time_s
+        self._believed = self._believed_speed(grant)
         self.tune()
 
     def leave(self) -> None:
@@ -164,14 +166,13 @@ class SimJob:
         """argmax of E over the depths within the grant's bounds, at the granted batch, on what the job itself has seen."""
         assert self.grant is not None
         low, high = self._bounds(self.grant)
-        if low == high:
-            depth, self.reason = low, "the grant leaves one depth"
-        else:
-            depth, self.reason = self._best_depth(self.grant, low, high)
+        psi = penalties(self.truth.estimate, self._seen_v)
+        depth, self.reason = low, "the grant leaves one depth"
+        if low < high:
+            depth, self.reason = self._best_depth(psi, low, high)
         if depth != self.frozen:
             self._move_boundary(depth)
-        seen = penalties(self.truth.estimate, self._seen_v)[self.frozen]
-        self.psi = float(seen) if np.isfinite(seen) else 1.0
+        self.psi = float(psi[depth]) if np.isfinite(psi[depth]) else 1.0
 
     def _bounds(self, grant: Grant) -> tuple[int, int]:
         own = self.spec.freeze
@@ -180,31 +181,34 @@ class SimJob:
             high = min(high, grant.max_frozen_layers)
         return min(grant.min_frozen_layers, high), high
 
-    def _best_depth(self, grant: Grant, low: int, high: int) -> tuple[int, str]:
+    def _best_depth(self, psi: FloatArray, low: int, high: int) -> tuple[int, str]:
         if self._seen_v is None:
             return low, "no gradient statistics yet"
+        progress = np.zeros(high + 1)
+        progress[low:] = self._believed[low : high + 1] * np.nan_to_num(psi[low : high + 1], nan=0.0)
+        best = int(progress.argmax())
+        if progress[best] <= 0.0:
+            return low, "no depth makes progress by the estimates"
+        held = min(self.frozen, high)
+        if 0.0 < progress[best] <= progress[held] * (1.0 + self._config.hysteresis):
+            best = held
+        return best, f"{best} frozen: psi {psi[best]:.3f}, E {progress[best]:.4g} against {progress[low]:.4g} at {low}"
+
+    def _believed_speed(self, grant: Grant) -> FloatArray:
+        """Samples/s by depth as the Layer Tuner tabulates them for the granted (a, m, k); 0 where memory forbids."""
+        deepest = self._num_layers - 1
         rule = TunerRule(
             ((grant.num_gpus, grant.num_nodes),),
             (grant.global_batch,),
             self.spec.batch.initial,
-            high,
+            deepest,
             self._gpu_mem_bytes,
         )
         table = TunerTable.of(self.truth.estimate, rule)
-        config = Config(grant.num_gpus, grant.batch_per_gpu, grant.accum_steps, min(self.frozen, high), grant.shared)
-        cell = table.find(config) or table.find(Config(grant.num_gpus, grant.batch_per_gpu, grant.accum_steps, high))
-        if cell is None:
-            return low, "the granted batch is not one the tuner knows"
-        psi = penalties(self.truth.estimate, self._seen_v)
-        progress = table.progress(psi, None)[0, cell[1]]
-        progress[:low] = 0.0
-        best = int(progress.argmax())
-        kept = float(progress[config.frozen_layers])
-        if kept > 0.0 and progress[best] <= kept * (1.0 + self._config.hysteresis):
-            best = config.frozen_layers
-        if progress[best] <= 0.0:
-            return low, "no depth makes progress by the estimates"
-        return best, f"{best} frozen: psi {psi[best]:.3f}, E {progress[best]:.4g} against {progress[low]:.4g} at {low}"
+        rows = np.flatnonzero(
+            (table.batch_per_gpu[0] == grant.batch_per_gpu) & (table.accum_steps[0] == grant.accum_steps)
+        )
+        return table.throughput[0, rows[0]] if rows.size else np.zeros(deepest + 1)
 
     @property
     def progress(self) -> float:
@@ -229,18 +233,21 @@ class SimJob:
         self._true_v = self._look()
         noise = np.exp(self._config.stats_noise * self._rng.standard_normal(self._num_layers))
         fresh = self._true_v * noise
-        norm = self.truth.sqr_norm(self.progress)
-        if self._seen_v is not None and self._seen_g is not None:
+        if self._seen_v is not None:
             fresh[: self.frozen] = self._seen_v[: self.frozen]
-            norm[: self.frozen] = self._seen_g[: self.frozen]
-        self._seen_v, self._seen_g = fresh, norm
+        self._seen_v = fresh
+        if self._moves_batch:
+            norm = self.truth.sqr_norm(self.progress)
+            if self._seen_g is not None:
+                norm[: self.frozen] = self._seen_g[: self.frozen]
+            self._seen_g = norm
 
     def _true_psi(self) -> float:
         """psi of the truth (Eq. 3), taken as constant until the next look at the gradients."""
         if self.frozen == 0:
             return 1.0
-        psi = float(frozen_penalty(self._true_v)[self.frozen])
-        return psi if psi > 0.0 else _LEAST_PSI
+        kept = float(self._true_v[self.frozen :].sum())
+        return max(kept / (float(self._true_v[: self.frozen].sum()) + kept), _LEAST_PSI) if kept > 0.0 else _LEAST_PSI
 
     def _efficiency(self, variance: FloatArray | None, sqr_norm: FloatArray | None) -> float:
         """EFF(M) = (phi + M0) / (phi + M); 1 where phi is not known."""
@@ -260,8 +267,7 @@ class SimJob:
     def report(self, now_s: float) -> ProgressReported:
         """The report of a tuning point. Statistics are sent where someone can use them: to freeze, or to move the batch."""
         assert self.grant is not None
-        elastic = len(self.spec.batch.options()) > 1
-        useful = self.grant.max_frozen_layers != 0 or elastic
+        useful = self.grant.max_frozen_layers != 0 or self._moves_batch
         mem_bytes, util_pct = self.true_occupancy()
         return ProgressReported(
             time_s=now_s,
@@ -275,7 +281,7 @@ class SimJob:
             mem_bytes=round(mem_bytes, -6),
             util_pct=round(util_pct, 1),
             variance=_short(self._seen_v) if useful else None,
-            sqr_norm=_short(self._seen_g) if elastic else None,
+            sqr_norm=_short(self._seen_g) if self._moves_batch else None,
             reason=self.reason,
         )
 
