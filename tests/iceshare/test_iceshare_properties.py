@@ -12,7 +12,14 @@ from iceshare_oracle import brute_force, problems, seeded_problem
 
 from icefrog.policies.iceshare import InvalidSolutionError, Problem, Solution, solve, verify
 from icefrog.policies.iceshare.knapsack import InfeasibleError, solve_knapsack
-from icefrog.policies.iceshare.matching import assignment_matching, dual_prices, exact_matching, matching_weight
+from icefrog.policies.iceshare.matching import (
+    assignment_matching,
+    dual_prices,
+    exact_matching,
+    matching_weight,
+    sharing_graph,
+)
+from icefrog.policies.iceshare.threshold import forced_jobs
 
 RHOS = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0.0, 1.0))
 
@@ -147,3 +154,20 @@ def test_matchings_and_their_bounds(seed: int) -> None:
     price = dual_prices(weight)
     assert np.all(price[:, None] + price >= np.maximum(weight, 0) - 1e-9)
     assert float(price.sum()) == pytest.approx(found.bound, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_forced_jobs_against_one_by_one(seed: int) -> None:
+    """The shortcuts (stretches, refusals that imply others) change nothing."""
+    rng = np.random.default_rng(seed)
+    num_jobs = int(rng.integers(5, 40))
+    problem = seeded_problem(seed, num_jobs, int(rng.integers(1, num_jobs)), float(rng.choice([0.0, 0.5, 1.0])))
+    problem = replace(problem, must_run=rng.random(num_jobs) < 0.8)
+    graph = sharing_graph(problem)
+    taken: list[int] = []
+    for job in np.flatnonzero(problem.must_run).tolist():
+        only = np.zeros(num_jobs, dtype=bool)
+        only[[*taken, job]] = True
+        if np.array_equal(forced_jobs(replace(problem, must_run=only), graph), only):
+            taken.append(job)
+    assert np.flatnonzero(forced_jobs(problem, graph)).tolist() == taken

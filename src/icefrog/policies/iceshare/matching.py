@@ -20,8 +20,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MAX_SHARERS = 6000
+MAX_SHARERS = 4000
 """Beyond this many jobs with shared options the matrices would not fit; see ``SharingGraph.left_out``."""
+_EDMONDS_UP_TO = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +86,14 @@ def _combine(problem: Problem, option: Ints, value: Floats, join: Callable[[Floa
     best = np.full((v, v), -np.inf)
     absent = option < 0
     worth = np.where(absent, -np.inf, value[option])
-    for r in range(q):
-        if not np.any(worth[:, r] > -np.inf):
-            continue
-        for s in range(q):
+    used = [r for r in range(q) if np.any(worth[:, r] > -np.inf)]
+    for r in used:
+        for s in (s for s in used if s >= r):
             fits = problem.fits_together(option[:, r, None], option[:, s])
-            np.maximum(best, np.where(fits, join(worth[:, r, None], worth[:, s]), -np.inf), out=best)
+            joint = np.where(fits, join(worth[:, r, None], worth[:, s]), -np.inf)
+            np.maximum(best, joint, out=best)
+            if s > r:
+                np.maximum(best, joint.T, out=best)
     np.fill_diagonal(best, -np.inf)
     return best
 
@@ -189,6 +192,26 @@ def _fill(gain: Floats, mate: Ints) -> None:
     rest = greedy_matching(gain[np.ix_(free, free)], np.arange(len(free)))
     got = np.flatnonzero(rest >= 0)
     mate[free[got]] = free[rest[got]]
+
+
+def perfect_matching(edges: Bools) -> Ints | None:
+    """(V,) mate, everybody matched along ``edges`` (symmetric); None where there is none or none was found.
+
+    Scarce vertices first; then the assignment's cycles; then, on small graphs, Edmonds' algorithm settles it.
+    """
+    degree = np.count_nonzero(edges, axis=1)
+    if len(edges) % 2 or np.any(degree == 0):
+        return None
+    weight = edges.astype(np.float64)
+    mate = greedy_matching(weight, np.argsort(degree, kind="stable"))
+    if np.any(mate < 0):
+        found = assignment_matching(weight)
+        if found.bound < len(edges) / 2 - 0.25:
+            return None
+        mate = found.mate
+    if np.any(mate < 0) and len(edges) <= _EDMONDS_UP_TO:
+        mate = exact_matching(weight)
+    return None if np.any(mate < 0) else mate
 
 
 def exact_matching(weight: Floats, resolution: float = 1.0) -> Ints:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from icefrog.policies.iceshare.matching import SharingGraph, assignment_matching, exact_matching, matching_weight
+from icefrog.policies.iceshare.matching import (
+    SharingGraph,
+    assignment_matching,
+    exact_matching,
+    matching_weight,
+    perfect_matching,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _EXACT_UP_TO = 200
+_WEIGHTED_UP_TO = 1200
 
 
 def settle_pairs(
@@ -39,8 +46,9 @@ def settle_pairs(
     if mate is not None:
         known = np.searchsorted(who, mate[who])
         least = matching_weight(pair, known)
-    usable = (graph.option[who] >= 0) & (plain[graph.option[who]] > -np.inf)
-    best = _canonical(pair, _running(graph, who), least, alike=bool(np.all(usable.sum(axis=1) <= 1)))
+    # (W,) the best a sharer can have from any partner: a pair at both its partners' best is beyond improvement.
+    own = np.max(np.where(graph.option[who] >= 0, plain[graph.option[who]], -np.inf), axis=1)
+    best = _canonical(pair, own, _running(graph, who), least)
     final = best if best is not None else known
     if final is None:
         return option, partner
@@ -67,17 +75,16 @@ def _running(graph: SharingGraph, who: Ints) -> Ints:
     return np.where((out >= 0) & (out[out] == np.arange(len(out))), out, -1)
 
 
-def _canonical(pair: Floats, running: Ints, least: float, alike: bool) -> Ints | None:
+def _canonical(pair: Floats, own: Floats, running: Ints, least: float) -> Ints | None:
     """A perfect matching of weight >= ``least``: with the running pairs kept if that loses nothing, else a heaviest one."""
-    everything = np.arange(len(pair))
     kept = running.copy()
     apart = np.flatnonzero(kept >= 0)
     kept[apart[pair[apart, kept[apart]] == -np.inf]] = -1
     free = np.flatnonzero(kept < 0)
     attempts = [(kept, free)] if len(free) < len(pair) else []
-    attempts.append((np.full(len(pair), -1, np.int64), everything))
+    attempts.append((np.full(len(pair), -1, np.int64), np.arange(len(pair))))
     for start, rest in attempts:
-        found = _perfect(pair[np.ix_(rest, rest)], alike)
+        found = _perfect(pair[np.ix_(rest, rest)], own[rest])
         if found is None:
             continue
         mate = start.copy()
@@ -87,18 +94,20 @@ def _canonical(pair: Floats, running: Ints, least: float, alike: bool) -> Ints |
     return None
 
 
-def _perfect(pair: Floats, alike: bool) -> Ints | None:
-    """A perfect matching, as heavy as the assignment's cycles give it; None where none was found.
-
-    ``alike``: every pair is worth the sum of two own values, so all perfect matchings weigh the same.
-    """
+def _perfect(pair: Floats, own: Floats) -> Ints | None:
+    """A perfect matching, as heavy as could be found: ideal pairs only, else by the assignment's cycles; None: no luck."""
     if len(pair) == 0:
         return np.empty(0, np.int64)
     edges = pair > -np.inf
     if not np.all(np.any(edges, axis=1)):
         return None
-    heavy = 1.0 + 4.0 * float(np.max(np.abs(pair[edges]), initial=0.0))
-    weight = edges.astype(np.float64) if alike else np.where(edges, pair + heavy, 0.0)
+    top = own[:, None] + own
+    ideal = edges & (pair >= top - 1e-14 * float(np.max(np.abs(own))))
+    mate = perfect_matching(ideal)
+    if mate is not None or len(pair) > _WEIGHTED_UP_TO or np.array_equal(ideal, edges):
+        return mate
+    heavy = 1.0 + 4.0 * float(np.max(np.abs(pair[edges])))
+    weight = np.where(edges, pair + heavy, 0.0)
     mate = assignment_matching(weight).mate
     if np.any(mate < 0) and len(pair) <= _EXACT_UP_TO:
         mate = exact_matching(weight, resolution=1e-12 * heavy * len(pair))

@@ -24,6 +24,7 @@ from icefrog.policies.iceshare.matching import (
     dual_prices,
     exact_matching,
     greedy_matching,
+    perfect_matching,
 )
 from icefrog.policies.iceshare.menu import Menu
 from icefrog.policies.iceshare.milp import Core, solve_core
@@ -33,9 +34,10 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 _PARTNER_BONUS = 1e-11
-_ROUNDS = 6
-_ROUNDS_LARGE = 2
+_ROUNDS = 8
+_ROUNDS_LARGE = 6
 _LARGE = 300
+_HUGE = 1200  # sharers beyond which the fractional matching takes too long
 _CORE_SIZE = 3000  # open choices up to which the ILP is asked
 _CORE_PASSES = 3
 _CLOSED = 1e-11  # relative distance to the bound that is not worth another pass
@@ -59,6 +61,38 @@ class _Relaxed:
     half: Bools  # (V,) who chose its half
     price: float  # of a GPU
     split: Floats  # (V,)
+
+
+class _Prices:
+    """Searches the GPU price that the knapsack returns for its own split: there the relaxation is tightest."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []  # (price tried, answered minus tried)
+
+    def saw(self, tried: float, answered: float) -> None:
+        """Record what came back."""
+        self.seen.append((tried, answered - tried))
+
+    def next(self, answered: float) -> float | None:
+        """The next price to try; None when the last one reproduced itself."""
+        if not self.seen:
+            return answered
+        last, miss = self.seen[-1]
+        if miss == 0.0:
+            return None
+        guess = answered
+        if len(self.seen) > 1:
+            before, miss_before = self.seen[-2]
+            slope = (miss - miss_before) / (last - before) if last != before else 0.0
+            if slope < 0.0:
+                step = -miss / slope
+                limit = 8.0 * max(abs(miss), abs(last - before))
+                guess = last + min(max(step, -limit), limit)
+        low = max((p for p, m in self.seen if m > 0), default=0.0)
+        high = min((p for p, m in self.seen if m < 0), default=float("inf"))
+        if low < high < float("inf") and not low < guess < high:
+            guess = (low + high) / 2
+        return max(guess, 0.0) if guess not in (p for p, _ in self.seen) else None
 
 
 class PairedKnapsack:
@@ -141,21 +175,16 @@ class PairedKnapsack:
     def perfect(self, relaxed: _Relaxed) -> Ints | None:
         """(V,) mate of those who chose their half, if they can be paired without loss against the split."""
         who = np.flatnonzero(relaxed.half)
-        tight = self._tight(relaxed.split)[np.ix_(who, who)].astype(np.float64)
-        degree = tight.sum(axis=1)
-        mate = greedy_matching(tight, np.argsort(degree, kind="stable"))
-        if np.any(mate < 0):
-            if np.any(degree == 0):
-                return None
-            mate = assignment_matching(tight).mate
-        if np.any(mate < 0):
+        mate = perfect_matching(self._tight(relaxed.split, who))
+        if mate is None:
             return None
         out = np.full(self.graph.size, -1, np.int64)
         out[who] = who[mate]
         return out
 
-    def _tight(self, split: Floats) -> Bools:
-        return self.pair >= split[:, None] + split - 1e-14 * self.scale
+    def _tight(self, split: Floats, who: Ints) -> Bools:
+        """Which pairs among ``who`` are worth all that the split promises."""
+        return self.pair[np.ix_(who, who)] >= split[who][:, None] + split[who] - 1e-14 * self.scale
 
     def pairing(self, relaxed: _Relaxed) -> Ints:
         """(V,) a pairing of as many vertices as possible: first those that chose their half, then the rest."""
@@ -175,38 +204,44 @@ class PairedKnapsack:
     def decide(self, mate: Ints) -> tuple[Ints, Ints, float] | None:
         """The best selection in which only pairs of ``mate`` may share: (item, mate actually used, value)."""
         menu, jobs = self.menu, self.graph.jobs
-        first = np.flatnonzero(mate > np.arange(len(mate)))
+        first = np.flatnonzero(mate > np.arange(len(mate))).tolist()
         single = np.ones(len(self.sizes), dtype=bool)
         single[jobs[mate >= 0]] = False
         if np.any(self.sizes[single] == 0):
             return None
-        lone = single[np.repeat(np.arange(len(self.sizes)), self.sizes)]
-        costs, values, sizes = [menu.cost[lone]], [menu.value[lone]], [self.sizes[single]]
-        for i in first.tolist():
-            a = slice(menu.ptr[jobs[i]], menu.ptr[jobs[i] + 1])
-            b = slice(menu.ptr[jobs[mate[i]]], menu.ptr[jobs[mate[i]] + 1])
+        lone = np.flatnonzero(single[np.repeat(np.arange(len(self.sizes)), self.sizes)])
+        fronts = {i: (self._front(jobs[i]), self._front(jobs[mate[i]])) for i in first}
+        costs, values = [menu.cost[lone]], [menu.value[lone]]
+        for i, (a, b) in fronts.items():  # a pair is one class: to share, or any two of their items
             costs.append(np.append((menu.cost[a][:, None] + menu.cost[b]).ravel(), 1))
             values.append(np.append((menu.value[a][:, None] + menu.value[b]).ravel(), self.pair[i, mate[i]]))
-            sizes.append(np.array([len(costs[-1])]))
-        ptr = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
-        flat_value = np.concatenate(values)
+        sizes = np.concatenate([self.sizes[single], [len(c) for c in costs[1:]]])
+        ptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        value = np.concatenate(values)
         try:
-            best = solve_knapsack(ptr, np.concatenate(costs), flat_value, self.num_gpus)
+            choice = solve_knapsack(ptr, np.concatenate(costs), value, self.num_gpus).choice
         except InfeasibleError:
             return None
         item = np.full(len(self.sizes), -1, np.int64)
         used = np.full(len(mate), -1, np.int64)
         num_single = int(np.count_nonzero(single))
-        item[single] = np.flatnonzero(lone)[best.choice[:num_single]]
-        for place, i in enumerate(first.tolist(), start=num_single):
+        item[single] = lone[choice[:num_single]]
+        places = (choice[num_single:] - ptr[num_single:-1]).tolist()
+        for place, (i, (a, b)) in zip(places, fronts.items(), strict=True):
             j = int(mate[i])
-            at = int(best.choice[place] - ptr[place])
-            if best.choice[place] == ptr[place + 1] - 1:
+            if place == len(a) * len(b):
                 used[i], used[j] = j, i
-                continue
-            mine, theirs = divmod(at, int(self.sizes[jobs[j]]))
-            item[jobs[i]], item[jobs[j]] = menu.ptr[jobs[i]] + mine, menu.ptr[jobs[j]] + theirs
-        return item, used, float(np.sum(flat_value[best.choice]))
+            else:
+                item[jobs[i]], item[jobs[j]] = a[place // len(b)], b[place % len(b)]
+        return item, used, float(np.sum(value[choice]))
+
+    def _front(self, job: int) -> Ints:
+        """The job's menu items that no cheaper one matches in value."""
+        items = np.arange(self.menu.ptr[job], self.menu.ptr[job + 1])
+        cost, value = self.menu.cost[items], self.menu.value[items]
+        order = np.lexsort((-value, cost))
+        best = np.maximum.accumulate(np.append(-np.inf, value[order]))
+        return items[order[value[order] > best[:-1]]]
 
     def thriftiest(self) -> tuple[Ints, Ints, float] | None:
         """A selection built on the pairing that needs the fewest GPUs: it exists whenever anything feasible does."""
@@ -230,7 +265,8 @@ class PairedKnapsack:
         relaxed = self.relax(self.first_split())
         tightest, bound = relaxed, relaxed.value
         best: tuple[Ints, Ints, float] | None = None
-        rounds = _ROUNDS if self.graph.size <= _LARGE else _ROUNDS_LARGE
+        prices = _Prices()
+        rounds = _ROUNDS if self.graph.size <= _LARGE else _ROUNDS_LARGE if self.graph.size <= _HUGE else 1
         for step in range(rounds):
             mate = self.perfect(relaxed)
             if mate is not None:
@@ -240,12 +276,13 @@ class PairedKnapsack:
                 best = answer
             if step + 1 == rounds or (best is not None and bound - best[2] <= 1e-13 * self.scale):
                 break
-            tried = relaxed.price
+            tried = prices.next(relaxed.price)
+            if tried is None:
+                break
             relaxed = self.relax(self.fractional_split(tried))
+            prices.saw(tried, relaxed.price)
             if relaxed.value < bound:
                 tightest, bound = relaxed, relaxed.value
-            if step > 0 and relaxed.price == tried:
-                break
         best = best if best is not None else self.thriftiest()
         if best is None:
             raise InfeasibleError

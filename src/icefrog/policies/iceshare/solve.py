@@ -78,7 +78,9 @@ def _exact(problem: Problem, graph: SharingGraph, rho: float) -> Solution:
     menu = build_menu(problem, floor, forced)
     choice = _select(problem, graph, menu)
     choice = _unless_current_is_as_good(problem, graph, menu, choice)
-    note = f"{graph.left_out} jobs were not considered for sharing" if graph.left_out else ""
+    note = ""
+    if graph.left_out:
+        note = f"too many sharers: the last {graph.left_out} were not considered for sharing, nor by the bound"
     return _solution(problem, choice, t_star, floor, forced, "exact", note)
 
 

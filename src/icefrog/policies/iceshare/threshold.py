@@ -75,29 +75,78 @@ def forced_jobs(problem: Problem, graph: SharingGraph) -> Bools:
     still tried: the cluster is never left idle for it.
     """
     forced = np.zeros(problem.num_jobs, dtype=bool)
-    waiting_line = np.flatnonzero(problem.must_run)
-    if len(waiting_line) == 0 or problem.num_gpus == 0:
+    line = np.flatnonzero(problem.must_run)
+    if len(line) == 0 or problem.num_gpus == 0:
         return forced
     need = fewest_gpus(problem, 0.0)
-    if _fits(problem, graph, need, waiting_line):
-        forced[waiting_line] = True
+    if graph.size == 0:
+        forced[_taken_alone(line, need, problem.num_gpus)] = True
         return forced
-    vertex = np.zeros(problem.num_jobs, dtype=bool)
-    vertex[graph.jobs] = True
-    refused = problem.num_gpus + 1  # a job without partners that needs this much did not fit, nor will a larger one
-    taken: list[int] = []
-    for job in waiting_line.tolist():
-        if not vertex[job] and need[job] >= refused:
-            continue
-        if _fits(problem, graph, need, np.array([*taken, job])):
-            taken.append(job)
-        elif not vertex[job]:
-            refused = int(need[job])
-    forced[taken] = True
+    forced[_taken_with_pairs(problem, graph, line, need)] = True
     return forced
 
 
-def _fits(problem: Problem, graph: SharingGraph, need: Ints, jobs: Ints) -> bool:
+def _taken_alone(line: Ints, need: Ints, free: int) -> list[int]:
+    taken = []
+    for job, wanted in zip(line.tolist(), need[line].tolist(), strict=True):
+        if wanted <= free:
+            taken.append(job)
+            free -= wanted
+    return taken
+
+
+def _taken_with_pairs(problem: Problem, graph: SharingGraph, line: Ints, need: Ints) -> list[int]:
+    """In order: as long a stretch as fits, then pass over the job that does not, and so on."""
+    refused = _Refused(graph, need)
+    taken: list[int] = []
+    rest = line.tolist()
+    while rest:
+        low, high = 0, 1  # rest[:low] fits with those taken; gallop, then bisect
+        while high <= len(rest) and _fits(problem, graph, need, [*taken, *rest[:high]]):
+            low, high = high, 2 * high
+        high = min(high, len(rest) + 1)
+        while high - low > 1:
+            mid = (low + high) // 2
+            if _fits(problem, graph, need, [*taken, *rest[:mid]]):
+                low = mid
+            else:
+                high = mid
+        taken += rest[:low]
+        if low == len(rest):
+            break
+        refused.add(rest[low])
+        rest = [job for job in rest[low + 1 :] if not refused.implies(job)]
+    return taken
+
+
+class _Refused:
+    """Jobs that did not fit. One that needs as much and has no partner that those lack will not fit either."""
+
+    def __init__(self, graph: SharingGraph, need: Ints) -> None:
+        self.need = need
+        self.vertex = {job: i for i, job in enumerate(graph.jobs.tolist())}
+        self.edges = graph.bottleneck > -np.inf
+        self.least_alone = int(np.iinfo(np.int64).max)
+        self.sharers: list[int] = []
+
+    def add(self, job: int) -> None:
+        self.sharers += [job] if job in self.vertex else []
+        self.least_alone = min(self.least_alone, int(self.need[job]))
+
+    def implies(self, job: int) -> bool:
+        if job not in self.vertex:
+            return bool(self.need[job] >= self.least_alone)
+        row = self.edges[self.vertex[job]]
+        for other in self.sharers:
+            if self.need[job] >= self.need[other]:
+                extra = row & ~self.edges[self.vertex[other]]
+                extra[self.vertex[other]] = False
+                if not extra.any():
+                    return True
+        return False
+
+
+def _fits(problem: Problem, graph: SharingGraph, need: Ints, jobs: list[int]) -> bool:
     wanted = np.zeros(problem.num_jobs, np.int64)
     wanted[jobs] = need[jobs]
     return _saves_enough(problem.num_gpus, wanted, graph, graph.bottleneck > -np.inf)
