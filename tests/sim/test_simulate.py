@@ -142,19 +142,19 @@ def test_layers_freeze_and_open_again() -> None:
 
 
 def test_pairs_share_gpus_in_overload() -> None:
-    result = run(workload(24, span_s=600.0), "icefrog", nodes=1)
+    result = run(workload(24, span_s=600.0, max_gpus=4), "icefrog", nodes=1)
     shared = {
         record.job_id for record in result.records if isinstance(record, ev.Start | ev.Regrant) and record.grant.shared
     }
     assert len(shared) >= 4
     assert not any(isinstance(record, ev.JobCrashed) for record in result.records)
-    alone = run(workload(24, span_s=600.0), "icefrog", nodes=1, options={"share": False})
+    alone = run(workload(24, span_s=600.0, max_gpus=4), "icefrog", nodes=1, options={"share": False})
     assert not any(isinstance(r, ev.Start | ev.Regrant) and r.grant.shared for r in alone.records)
 
 
 def test_icefrog_beats_fifo_in_overload() -> None:
     """A sanity check with slack, not a tuned number."""
-    work = workload(30, span_s=1800.0)
+    work = workload(30, span_s=1800.0, max_gpus=4)
     assert mean_jct_s(run(work, "icefrog", nodes=1)) < 0.8 * mean_jct_s(run(work, "fifo", nodes=1))
 
 
@@ -180,7 +180,7 @@ def test_random_failures_fall_back_to_a_checkpoint() -> None:
 
 def test_a_pair_that_overflows_in_truth_loses_its_later_job() -> None:
     """Estimates that are far too low let pairs form that do not fit."""
-    work = workload(24, span_s=600.0)
+    work = workload(24, span_s=600.0, max_gpus=4)
     occupancy = OccupancyParams(mem_bytes=(45e9, 0.0, 0.0, 0.0), util_pct=(30.0, 0.0, 0.0, 0.0))
     heavy = {name: profile.model_copy(update={"occupancy": occupancy}) for name, profile in work.profiles.items()}
     result = simulate(

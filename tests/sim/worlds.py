@@ -36,15 +36,15 @@ class Workload:
 
 
 def workload(
-    num_jobs: int, seed: int = 0, *, span_s: float = 14400.0, layers: int = 12, share: bool = True
+    num_jobs: int, seed: int = 0, *, span_s: float = 14400.0, layers: int = 12, share: bool = True, max_gpus: int = 8
 ) -> Workload:
     """Jobs of 1-8 GPUs and minutes to hours, submitted within ``span_s``."""
     rng = np.random.default_rng(seed)
     specs, profiles, curves = [], {}, {}
     for index in range(num_jobs):
         name = f"job{index:03d}"
-        request = int(rng.choice([1, 1, 1, 2, 4, 8]))
-        counts = tuple(count for count in (1, 2, 4, 8) if count <= max(request * 2, 2))
+        request = min(int(rng.choice([1, 1, 1, 2, 4, 8])), max_gpus)
+        counts = tuple(count for count in (1, 2, 4, 8) if count <= min(max(request * 2, 2), max_gpus))
         specs.append(
             job_spec(
                 name,

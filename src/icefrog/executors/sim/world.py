@@ -120,7 +120,9 @@ class World:
         estimate = truth.model_copy(
             update={
                 "throughput": _perturbed(truth.throughput, self.config.noise, rng),
-                "occupancy": _perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng),
+                "occupancy": _perturbed_occupancy(
+                    truth.occupancy, self.config.occupancy_noise, rng, _memory_margin(spec, truth, self.cluster)
+                ),
             }
         )
         split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
@@ -135,16 +137,28 @@ def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile
     """
     if spec.duration_s is None:
         return profile
-    gpus = spec.requested_gpus
-    largest = max(cluster.gpus_per_node)
-    nodes = min_nodes(cluster, gpus) or -(-gpus // largest)
-    rule = TunerRule(((gpus, nodes),), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
-    table = TunerTable.of(profile, rule)
+    table = _as_logged(spec, profile, cluster)
     fastest = float(table.throughput.max()) if table.throughput.size else 0.0
     if fastest <= 0.0:
         return profile
     factor = spec.duration_s * fastest / (spec.max_epochs * profile.samples_per_epoch)
     return profile.model_copy(update={"throughput": scaled(profile.throughput, factor)})
+
+
+def _as_logged(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> TunerTable:
+    """The ways to run the job at its requested count and initial batch, nothing frozen."""
+    gpus = spec.requested_gpus
+    nodes = min_nodes(cluster, gpus) or -(-gpus // max(cluster.gpus_per_node))
+    rule = TunerRule(((gpus, nodes),), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
+    return TunerTable.of(profile, rule)
+
+
+def _memory_margin(spec: JobSpec, truth: Profile, cluster: ClusterSpec) -> float:
+    """How far the estimate of its memory may be too high before a job, which did run, would seem never to fit."""
+    table = _as_logged(spec, truth, cluster)
+    if not table.legal.any():
+        return np.inf
+    return cluster.gpu_mem_bytes / max(float(table.mem_bytes[table.legal].min()), 1.0)
 
 
 def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:
@@ -183,8 +197,11 @@ def _perturbed(params: ThroughputParams, noise: float, rng: np.random.Generator)
     return noisy.model_copy(update={"flop_gamma": params.flop_gamma * factors[_NUM_FACTORS]})
 
 
-def _perturbed_occupancy(params: OccupancyParams, noise: float, rng: np.random.Generator) -> OccupancyParams:
+def _perturbed_occupancy(
+    params: OccupancyParams, noise: float, rng: np.random.Generator, most: float
+) -> OccupancyParams:
     mem, util = np.exp(noise * rng.standard_normal(2)).tolist()
+    mem = min(mem, most)
     a, b, c, d = params.mem_bytes
     e, f, g, h = params.util_pct
     return OccupancyParams(
