@@ -23,8 +23,8 @@ class ControllerConfig:
     """What a change of allocation is expected to cost a job, until it was measured."""
     event_driven: bool = True
     """Decide when a job arrives, stops or finishes, too, and not only once a round."""
-    max_crashes: int = 3
-    """A job that died more often than this is given up."""
+    max_crashes: int = 4
+    """A job that died more often than this in a row, with no progress reported in between, is given up."""
     max_replans: int = 8
     """How often a plan that cannot be placed is taken back to the policy with an option forbidden."""
 
@@ -106,16 +106,14 @@ class Controller:
         now_s = self.state.now_s
         if job.cancel_requested:
             if job.phase is not Phase.STOPPING:
-                self._command(
-                    ev.Stop(time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason="cancelled"), step
-                )
+                self._command(ev.Stop(time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason="cancelled"), step)
         elif job.phase is not Phase.PENDING:
             return
         elif problem := self.refusal(job.spec):
             self._record_failure(job, problem, now_s, step)
-        elif job.num_crashes > self.config.max_crashes:
+        elif job.crash_streak > self.config.max_crashes:
             last = job.reason.removeprefix(f"attempt {job.attempt} died: ")
-            self._record_failure(job, f"died {job.num_crashes} times; the last: {last}", now_s, step)
+            self._record_failure(job, f"died {job.crash_streak} times in a row; the last: {last}", now_s, step)
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why the job can never run on this cluster, or None (fault S6)."""

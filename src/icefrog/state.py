@@ -140,6 +140,7 @@ class JobState:
     attained_gpu_s: float = 0.0
     num_restarts: int = 0
     num_crashes: int = 0
+    crash_streak: int = 0  # crashes since the last reported progress
     restart_asked_s: float | None = None
     measured_restart_s: float | None = None
     cancel_requested: bool = False
@@ -383,6 +384,7 @@ def _update(job: JobState, record: ev.AnyRecord) -> None:
             _release(job, record.time_s)
             if isinstance(record, ev.JobCrashed):
                 job.num_crashes += 1
+                job.crash_streak += 1
                 job.reason = f"attempt {record.attempt} died: {record.reason}"
         case ev.JobFinished():
             if record.effective_samples is not None:
@@ -420,6 +422,7 @@ def _started(job: JobState, record: ev.JobStarted) -> None:
 
 
 def _progress(job: JobState, record: ev.ProgressReported) -> None:
+    job.crash_streak = 0
     job.epoch = record.epoch
     job.effective_samples = record.effective_samples
     job.total_samples = record.total_samples if record.total_samples is not None else job.total_samples

@@ -94,7 +94,19 @@ def test_a_job_that_keeps_dying_is_given_up(state):
         assert state.jobs["a"].phase is Phase.STARTING
         c.handle([ev.JobCrashed(time_s=float(attempt), job_id="a", attempt=attempt, reason="boom")])
     assert state.jobs["a"].phase is Phase.FAILED
-    assert "died 3 times" in state.jobs["a"].reason
+    assert state.jobs["a"].reason == "died 3 times in a row; the last: boom"
+
+
+def test_a_job_that_gets_on_between_crashes_is_not_given_up(state):
+    c = controller(state, {"a": 1}, max_crashes=1)
+    c.handle([submitted()])
+    for attempt in range(1, 8):
+        at = {"time_s": float(attempt), "job_id": "a", "attempt": attempt}
+        c.handle([ev.JobStarted(**at)])
+        c.handle([ev.ProgressReported(**at, epoch=attempt, effective_samples=10.0 * attempt)])
+        c.handle([ev.JobCrashed(**at, reason="killed")])
+    assert state.jobs["a"].phase is Phase.STARTING
+    assert state.jobs["a"].num_crashes == 7
 
 
 @pytest.mark.parametrize("last", ["stopped", "crashed", "finished", "none"])
