@@ -71,8 +71,8 @@ class Log:
         values = {"epoch": 1, "effective_samples": 100.0, **kwargs}
         self._attempt(ev.ProgressReported, time_s, name, **values)
 
-    def crash(self, time_s: float, name: str) -> None:
-        self._attempt(ev.JobCrashed, time_s, name, reason="out of memory")
+    def crash(self, time_s: float, name: str, reason: str = "out of memory") -> None:
+        self._attempt(ev.JobCrashed, time_s, name, reason=reason)
 
     def finish(self, time_s: float, name: str, outcome: str = "completed", **kwargs: object) -> None:
         self._attempt(ev.JobFinished, time_s, name, outcome=outcome, **kwargs)

@@ -62,8 +62,8 @@ def test_summary_by_hand() -> None:
     assert (row["policy"], row["seed"], row["jobs"], row["completed"]) == ("p", 7, 2, 2)
     assert (row["avg_jct_s"], row["avg_queue_s"], row["restarts"], row["makespan_s"]) == (100, 50, 1, 120)
     assert row["gpu_utilization"] == pytest.approx(260 / (4 * 120))
-    # GPU-seconds by depth: 2 x 20 at 0, 2 x 20 + 4 x 20 at 3 of 10, 4 x 20 at 2 of 10; b says nothing of its layers.
-    assert row["mean_frozen_fraction"] == pytest.approx((120 * 0.3 + 80 * 0.2) / 240)
+    # GPU-seconds by depth: 2 x 20 at 0, 2 x 20 + 4 x 20 at 3 of 10, 4 x 20 at 2 of 10; b never froze.
+    assert row["mean_frozen_fraction"] == pytest.approx((120 * 0.3 + 80 * 0.2) / 260)
     assert (row["decision_s"], row["wall_s"]) == ({"mean": 1, "max": 2}, 1.5)
 
 
@@ -152,7 +152,7 @@ def test_a_crash_waits_and_restarts() -> None:
     log.finish(30, "a")
     job = fold(log.records, CLUSTER).jobs[0]
     assert (job.crashes, job.restarts, job.queue_s, job.gpu_s) == (1, 1, 15, 15)
-    assert job.warnings == ((10, "attempt 1 died: out of memory"),)
+    assert job.deaths == ((10, "attempt 1 died: out of memory"),)
 
 
 def test_times_of_a_live_log_start_at_the_first_submission() -> None:

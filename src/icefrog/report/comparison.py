@@ -108,6 +108,8 @@ def caveats(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         lost = {status: run.get(status, 0) for status in ("target_missed", "failed", "cancelled", "unfinished")}
         counts = [f"{count:,} {text.status_text(status)}" for status, count in lost.items() if count]
+        if run.get("stalled"):
+            out.append(f"{run['policy']} stalled: {run['stalled']}.")
         if not counts:
             continue
         left_out = any(lost[status] for status in ("failed", "cancelled", "unfinished"))

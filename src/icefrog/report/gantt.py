@@ -50,9 +50,9 @@ def timeline(run: RunRecord) -> Figure:
     running = [bar for bar in bars if bar.segment.gpus > 0]
     data = [_waiting_trace(waiting, unit_s)] if waiting else []
     if running:
-        whole = [bar for bar in running if bar.segment.gpus >= 1]
+        data.append(_running_trace(running, unit_s, most))
         shared = [bar for bar in running if bar.segment.gpus < 1]
-        data += [_running_trace(part, unit_s, most) for part in (whole, shared) if part]
+        data += [_hatch_trace(shared, unit_s, most)] if shared else []
         data.append(_colour_bar(row_px * len(jobs)))
     data += _mark_traces(jobs, unit_s)
     rows = {
@@ -154,20 +154,34 @@ def _waiting_trace(bars: Sequence[_Bar], unit_s: float) -> Figure:
 
 
 def _running_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
-    """Bars that are all on whole GPUs, or all on half a one."""
     colours = [colour(bar.job.frozen_fraction(bar.segment.frozen_layers) or 0.0) for bar in bars]
-    marker: Figure = {"color": colours, "line": {"width": 0}}
-    if bars[0].segment.gpus < 1:
-        hatch: Figure = {"shape": "/", "size": 6, "solidity": 0.22, "fillmode": "replace", "bgcolor": colours}
-        marker["pattern"] = hatch | {"fgcolor": "#ffffff", "fgopacity": 0.8}
     return _geometry(bars, unit_s) | {
         "name": "running",
         "width": [_height(bar.segment.gpus, most) for bar in bars],
-        "marker": marker,
+        "marker": {"color": colours, "line": {"width": 0}},
         "text": _counts(bars),
         **{"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "textfont": {"size": 10}},
         "hovertext": [_running_hover(bar) for bar in bars],
         "showlegend": False,
+    }
+
+
+def _hatch_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
+    """Laid over the bars of sharers: a bar's own pattern would take its colours' place."""
+    spans: list[_Bar] = []
+    for bar in bars:
+        last = spans[-1] if spans else None
+        if last is not None and last.row == bar.row and last.segment.end_s == bar.segment.start_s:
+            spans[-1] = replace(last, segment=replace(last.segment, end_s=bar.segment.end_s))
+        else:
+            spans.append(bar)
+    clear, stripes = "rgba(0,0,0,0)", "rgba(255,255,255,0.6)"
+    hatch = {"shape": "/", "size": 6, "solidity": 0.2, "fillmode": "overlay", "bgcolor": clear, "fgcolor": stripes}
+    return _geometry(spans, unit_s) | {
+        "name": "shared",
+        "width": [_height(bar.segment.gpus, most) for bar in spans],
+        "marker": {"color": clear, "line": {"width": 0}, "pattern": {**hatch, "fgopacity": 1}},
+        **{"hoverinfo": "skip", "showlegend": False},
     }
 
 

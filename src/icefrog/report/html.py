@@ -88,21 +88,24 @@ def _facts(
     return facts
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping):
-            out += _flat(value, f"{name} ")
-        elif isinstance(value, bool):
-            out.append((name, "yes" if value else "no"))
-        elif isinstance(value, int | float):
-            out.append((name, text.duration(value) if key.endswith("_s") else text.number(value)))
-        elif isinstance(value, list | tuple):
-            out.append((name, ", ".join(str(item) for item in value)))
-        elif value not in (None, ""):
-            out.append((name, str(value)))
-    return [(name.removesuffix(" s"), value) for name, value in out]
+def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line a key; what is empty is left out."""
+    lines = [(key.removesuffix("_s").replace("_", " "), _plain(key, value)) for key, value in values.items()]
+    return [(name, value) for name, value in lines if value]
+
+
+def _plain(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return text.duration(value) if key.endswith("_s") else text.number(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_plain(str(name), part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain("", part) for part in value)
+    return str(value)
 
 
 def _shared(runs: Mapping[str, RunRecord]) -> dict[str, plots.Figure]:

@@ -76,9 +76,10 @@ def _live(path: Path) -> LoadedRuns:
     log = next((path / name for name in (LIVE_EVENTS, EVENTS) if (path / name).is_file()), None)
     if log is None:
         raise UserError(f"{path} has no event log yet ({LIVE_EVENTS})", "start the controller: icefrog up")
-    cluster = _cluster(_json(path / CLUSTER), path / CLUSTER)
+    settings = _json(path / CLUSTER)
+    cluster = _cluster(settings.get("cluster", settings), path / CLUSTER)
     run = _fold(log, cluster)
-    policy = run.policy or "none"
+    policy = run.policy or str(settings.get("policy", "none"))
     trace = {"source": "Live cluster"}
     if run.live:
         trace["first submission"] = datetime.fromtimestamp(run.origin_s, UTC).isoformat(" ", "seconds")

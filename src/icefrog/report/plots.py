@@ -28,8 +28,15 @@ MAX_POINTS = 1000
 MAX_LINES = 12
 """More jobs than this are shown as one mean instead of a line each."""
 
-_TICKS_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 86400, 7 * 86400, 30 * 86400, 365 * 86400)
-_TICK_TEXT = ("0.1 s", "1 s", "10 s", "1 min", "10 min", "1 h", "6 h", "1 d", "7 d", "30 d", "1 y")
+_TICKS: dict[float, str] = {
+    **{0.1: "0.1 s", 1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 6 * 3600: "6 h", 86400: "1 d"},
+    **{7 * 86400: "7 d", 30 * 86400: "30 d", 365 * 86400: "1 y"},
+}
+_FINE_TICKS: dict[float, str] = {
+    **{2: "2 s", 5: "5 s", 20: "20 s", 30: "30 s", 120: "2 min", 300: "5 min", 1200: "20 min", 1800: "30 min"},
+    **{2 * 3600: "2 h", 4 * 3600: "4 h", 12 * 3600: "12 h", 2 * 86400: "2 d", 4 * 86400: "4 d", 14 * 86400: "14 d"},
+}
+"""Of a logarithmic axis of time: these, and those between them where the axis spans less than a factor of 500."""
 
 
 def jct_distribution(runs: Mapping[str, RunRecord]) -> Figure:
@@ -49,7 +56,12 @@ def jct_distribution(runs: Mapping[str, RunRecord]) -> Figure:
         line = _line(i, policy, x, [0.0, *share.tolist()])
         line |= {"text": [text.duration(value) for value in x], "hovertemplate": "%{y:.1f} % within %{text}"}
         data.append(line)
-    axis: Figure = {"type": "log", "title": "job completion time", "tickvals": _TICKS_S, "ticktext": _TICK_TEXT}
+    low, high = min((line["x"][0] for line in data), default=1), max((line["x"][-1] for line in data), default=1)
+    ticks = dict(sorted({**_TICKS, **(_FINE_TICKS if high < 500 * low else {})}.items()))
+    axis: Figure = {
+        **{"type": "log", "title": "job completion time", "tickvals": list(ticks), "ticktext": list(ticks.values())},
+        "range": [float(np.log10(low * 0.9)), float(np.log10(high * 1.1))],
+    }
     return _figure(data, xaxis=axis, yaxis={"title": "jobs, %", "range": [0, 102]}, note=note)
 
 
