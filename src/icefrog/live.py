@@ -45,6 +45,7 @@ __all__ = [
     "up",
 ]
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LEAVE_EXTRA_S = 15.0  # beyond the longest grace period: for a checkpoint that is being written, and for the kill
 
 
@@ -95,7 +96,7 @@ class UpResult:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as a request to leave; a second one calls ``hurry``."""
+    """SIGINT, SIGTERM and SIGHUP as a request to leave; a second one calls ``hurry``."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -111,7 +112,7 @@ class _Signals:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python takes signals in the main thread only
             return
-        before = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._on) for number in _STOP_SIGNALS}
         try:
             yield
         finally:
@@ -132,8 +133,8 @@ def up(
 ) -> UpResult:
     """Run the controller of a home in the foreground, until a signal (or, with ``until_idle``, until no job is left).
 
-    On SIGINT or SIGTERM every running job is asked to save a checkpoint and leave; a second signal ends them at once. A
-    later ``up`` goes on from the checkpoints. Whatever was interrupted less kindly is taken up from the log.
+    On SIGINT, SIGTERM or SIGHUP every running job is asked to save a checkpoint and leave; a second signal ends them
+    at once. A later ``up`` goes on from the checkpoints. Whatever was interrupted less kindly is taken up from the log.
 
     Args:
         home: where the log and the jobs are.
@@ -167,19 +168,25 @@ def up(
 
         try:
             with signals.installed():
-                run(
-                    controller,
-                    executor,
-                    log,
-                    clock,
-                    round_s=settings.round_s,
-                    inbox=log,
-                    keep_going=keep_going,
-                    on_turn=lambda turn: watcher.turn(turn, state),
-                    until_idle=until_idle,
-                )
+                try:
+                    run(
+                        controller,
+                        executor,
+                        log,
+                        clock,
+                        round_s=settings.round_s,
+                        inbox=log,
+                        keep_going=keep_going,
+                        on_turn=lambda turn: watcher.turn(turn, state),
+                        until_idle=until_idle,
+                    )
+                except (SystemExit, BrokenPipeError):  # nobody reads what we print any more
+                    _leave(controller, executor, log, clock, NoView())
+                    raise
+                if signals.count == 0:
+                    return UpResult("idle", tuple(state.active), left_running=False)
                 signals.hurry = executor.hurry
-                return _leave(controller, executor, log, clock, watcher, interrupted=signals.count > 0)
+                return _leave(controller, executor, log, clock, watcher)
         except StallError as error:
             raise UserError(str(error), "`icefrog explain JOB` says what each of them waits for") from error
         finally:
@@ -212,17 +219,9 @@ def _settings(
 
 
 def _leave(
-    controller: Controller,
-    executor: LocalExecutor,
-    log: SqliteLog,
-    clock: RealClock,
-    watcher: View,
-    *,
-    interrupted: bool,
+    controller: Controller, executor: LocalExecutor, log: SqliteLog, clock: RealClock, watcher: View
 ) -> UpResult:
     active = controller.state.active
-    if not interrupted:
-        return UpResult("idle", tuple(active), left_running=False)
     running = 0 if executor.idle() else sum(job.holding is not None for job in active.values())
     if running:
         watcher.message(f"stopping: {running} running jobs save a checkpoint and leave (again to end them at once)")

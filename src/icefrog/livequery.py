@@ -275,21 +275,32 @@ def follow_log(home: Home, job_id: str, *, poll_s: float = 0.5) -> Iterator[str]
     Raises:
         UserError: there is no such job.
     """
-    clock = RealClock(poll_s)
-    read: dict[Path, int] = {}
+    state = load_state(home)
+    _find(state, job_id)
+    clock, folder = RealClock(poll_s), JobFolder(home.jobs_dir / job_id)
+    state, seen, read = ClusterState(state.cluster), 0, dict[Path, int]()
     while True:
-        over = _find(load_state(home), job_id).finished  # before the last look, so that nothing is missed
-        text = ""
-        for path in log_paths(home, job_id):
-            with path.open("rb") as file:
-                file.seek(read.get(path, 0))
-                data = file.read()
-            read[path] = read.get(path, 0) + len(data)
-            text += data.decode(errors="replace")
-        yield text
-        if over:
+        with home.open_log() as log:
+            for seq, record in log.records(after_seq=seen):
+                state.apply(record)
+                seen = seq
+        job = state.jobs.get(job_id)  # None while its submission lies in the inbox
+        attempts = range(1, job.attempt + 1) if job is not None else ()
+        yield "".join(_read_on(folder.attempt(number).log, read) for number in attempts)
+        if job is not None and job.finished:
             return
         clock.wait_until(clock.now_s() + poll_s)
+
+
+def _read_on(path: Path, read: dict[Path, int]) -> str:
+    """What was added to a file since the last time."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(read.get(path, 0))
+        data = file.read()
+    read[path] = read.get(path, 0) + len(data)
+    return data.decode(errors="replace")
 
 
 def spec_of(home: Home, job_id: str) -> JobSpec:

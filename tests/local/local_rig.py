@@ -17,7 +17,7 @@ from icefrog.state import ClusterState, Phase
 from icefrog.types import GpuId
 
 JOB = Path(__file__).with_name("counting_job.py")
-PATIENCE_S = 30.0  # until a test gives up; nothing here takes as long
+PATIENCE_S = 60.0  # until a test gives up; nothing here takes as long
 
 
 def job_spec(name: str, *args: object, **fields: object) -> JobSpec:

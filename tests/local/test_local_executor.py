@@ -124,6 +124,31 @@ def test_a_job_that_cannot_start_says_why(rig: Rig) -> None:
     assert "/no/such/folder" in rig.reason("b")
 
 
+def test_a_folder_that_cannot_be_written_is_a_crash_of_the_job_and_not_of_the_controller(rig: Rig) -> None:
+    rig.submit(job_spec("a", 1, 0.0, checkpoint="/proc/no/checkpoints"))
+    rig.start("a", 0)
+    rig.until_phase("a", Phase.PENDING)
+    assert "/proc/no" in rig.reason("a")
+
+
+def test_a_supervisor_that_cannot_run_is_a_crash_after_some_tries(rig: Rig, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    rig.submit(job_spec("a", 1, 0.0))
+    rig.start("a", 0)
+    rig.until_phase("a", Phase.PENDING)
+    assert "no supervisor could be started" in rig.reason("a")
+
+
+def test_a_record_that_a_power_failure_emptied_is_a_crash(rig: Rig) -> None:
+    rig.submit(job_spec("a", 50, 0.1))
+    rig.start("a", 0)
+    rig.until_phase("a", Phase.RUNNING)
+    files.kill(rig.processes())
+    (rig.home.jobs_dir / "a" / "attempt-1" / "exit.json").write_text("")
+    rig.until_phase("a", Phase.PENDING)
+    assert "supervisor was killed" in rig.reason("a")
+
+
 def test_a_rank_that_dies_takes_the_gang_with_it_and_its_last_words_are_the_reason(rig: Rig) -> None:
     code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('out of memory')\ntime.sleep(600)"
     rig.submit(job_spec("a", command=(sys.executable, "-c", code)))

@@ -114,17 +114,17 @@ class Attempt:
 
     def read_grant(self) -> protocol.Grant | None:
         """The bounds it was told last."""
-        found = files.read_json(self.path / protocol.GRANT_FILE)
+        found = files.read_record(self.path / protocol.GRANT_FILE)
         return None if found is None else protocol.Grant.model_validate(found)
 
     def gpus(self) -> tuple[GpuId, ...]:
         """The GPUs it runs on."""
-        launch = files.read_json(self.path / "launch.json")
+        launch = files.read_record(self.path / "launch.json")
         return () if launch is None else tuple(GpuId(*gpu) for gpu in launch["gpus"])
 
     def shared(self) -> bool:
         """Whether it was started as one of two on its GPU."""
-        launch = files.read_json(self.path / "launch.json")
+        launch = files.read_record(self.path / "launch.json")
         return launch is not None and bool(launch["shared"])
 
     def spawn(self) -> subprocess.Popen[bytes]:
@@ -144,11 +144,11 @@ class Attempt:
 
     def life(self) -> Life:
         """How far it is, told by the lock and the supervisor's files alone."""
-        pid = files.read_json(self.path / "supervisor.pid")
+        pid = files.read_record(self.path / "supervisor.pid")
         if pid is None:
             if files.is_locked(self.job.lock):
                 return Life.RUNNING
-            pid = files.read_json(self.path / "supervisor.pid")  # it may have run between the two looks
+            pid = files.read_record(self.path / "supervisor.pid")  # it may have run between the two looks
             if pid is None:
                 return Life.NOT_BEGUN
         if not self._has_exit() and supervisor.start_ticks(pid["pid"]) == pid["start_ticks"]:
@@ -160,7 +160,7 @@ class Attempt:
 
     def orphaned(self) -> bool:
         """Whether ranks may be left whose supervisor was killed."""
-        pid = files.read_json(self.path / "supervisor.pid")
+        pid = files.read_record(self.path / "supervisor.pid")
         return pid is not None and not self._has_exit() and supervisor.start_ticks(pid["pid"]) != pid["start_ticks"]
 
     def kill_orphans(self) -> int:
@@ -181,7 +181,7 @@ class Attempt:
 
     def up_since_s(self) -> float | None:
         """When its ranks were all started, s since the epoch."""
-        ranks = files.read_json(self.path / "ranks.json")
+        ranks = files.read_record(self.path / "ranks.json")
         return None if ranks is None else float(ranks["time_s"])
 
     def last_words(self) -> str:

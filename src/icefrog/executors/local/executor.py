@@ -79,7 +79,7 @@ class LocalExecutor:
             not use our runtime.
     """
 
-    def __init__(self, jobs_dir: Path, devices: Devices, clock: Clock, *, silent_s: float = 20.0) -> None:
+    def __init__(self, jobs_dir: Path, devices: Devices, clock: Clock, *, silent_s: float = 30.0) -> None:
         self._jobs_dir = jobs_dir
         self._devices = devices
         self._clock = clock
@@ -124,7 +124,7 @@ class LocalExecutor:
                 found.append((latest_s, event))
         for job in list(self._jobs.values()):
             if job.current is None and job.goal.grant is not None and self._free(job):
-                self._begin(job)
+                found += [(event.time_s, event) for event in self._begin(job)]
         return [event for _, event in sorted(found, key=lambda pair: pair[0])]
 
     def idle(self) -> bool:
@@ -187,9 +187,9 @@ class LocalExecutor:
                 events += self._nothing_runs(job)
             case Life.RUNNING:
                 now_s = self._clock.now_s()
-                up_s = self._up_since_s(current, now_s)
-                if wanted and not current.announced and now_s - up_s >= self._silent_s:
-                    events.append(self._announce(job, current, up_s))
+                silent = now_s - self._up_since_s(current, now_s) >= self._silent_s
+                if wanted and not current.announced and silent:
+                    events.append(self._announce(job, current, now_s))
         return events
 
     def _life(self, current: Current) -> Life:
@@ -255,8 +255,10 @@ class LocalExecutor:
         end = ending(current.attempt, job.spec, current.story, self._clock.now_s())
         if wanted:
             del self._jobs[job.job_id]
-            events: list[ev.Event] = [] if current.announced else [self._announce(job, current, self._up_since_s(current, end.time_s))]
-            return [*events, *self._ending_events(job, current, end)]
+            endings = self._ending_events(job, current, end)
+            if current.announced:
+                return endings
+            return [self._announce(job, current, self._up_since_s(current, end.time_s)), *endings]
         if current.announced:
             if end.kind == "finished" or job.goal.grant is None:
                 del self._jobs[job.job_id]
@@ -285,28 +287,39 @@ class LocalExecutor:
                 return False
         return True
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job) -> list[ev.Event]:
         goal = job.goal
         assert goal.grant is not None
         attempt = job.folder.attempt(goal.attempt)
         devices = self._devices.env([gpu.device for gpu in goal.gpus])
-        attempt.create(job.spec, goal.gpus, goal.grant, devices)
+        current = self._current(attempt)
+        try:
+            attempt.create(job.spec, goal.gpus, goal.grant, devices)
+        except OSError as error:
+            return self._cannot_begin(job, current, f"cannot write {error.filename}: {error.strerror}")
         job.current = self._current(attempt)
-        self._spawn(job, job.current)
+        return self._spawn(job, job.current)
 
     def _spawn(self, job: Job, current: Current) -> list[ev.Event]:
         """Start a supervisor, unless one is on its way."""
         if current.child is not None and current.child.returncode is None:
             return []
         if current.spawns >= _MAX_SPAWNS:
-            del self._jobs[job.job_id]
             reason = f"no supervisor could be started; see {current.attempt.path / 'supervisor.log'}"
-            now_s = self._clock.now_s()
-            common = {"time_s": now_s, "job_id": job.job_id, "attempt": current.number}
-            return [self._announce(job, current, now_s), ev.JobCrashed(**common, reason=reason)]
+            return self._cannot_begin(job, current, reason)
         current.spawns += 1
-        current.child = current.attempt.spawn()
+        try:
+            current.child = current.attempt.spawn()
+        except OSError as error:
+            return self._cannot_begin(job, current, f"no supervisor could be started: {error.strerror}")
         return []
+
+    def _cannot_begin(self, job: Job, current: Current, reason: str) -> list[ev.Event]:
+        """A crash like any other: the controller gives the job up when it comes too often."""
+        del self._jobs[job.job_id]
+        now_s = self._clock.now_s()
+        common = {"time_s": now_s, "job_id": job.job_id, "attempt": current.number}
+        return [self._announce(job, current, now_s), ev.JobCrashed(**common, reason=reason)]
 
     def _tell_bounds(self, job: Job) -> None:
         """Write new bounds where the running attempt finds them."""

@@ -28,6 +28,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Like :func:`read_json`, for what a process left behind: a file that a power failure emptied counts as missing."""
+    try:
+        return read_json(path)
+    except ValueError:
+        return None
+
+
 def try_lock(path: Path) -> int | None:
     """Take an exclusive lock for as long as this process lives; None if somebody else has it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

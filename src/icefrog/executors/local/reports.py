@@ -104,7 +104,7 @@ def ending(attempt: Attempt, spec: JobSpec, story: Story, now_s: float) -> Endin
     Its own last word counts first. Without one: exit 0 counts as done (the target, where there is one, is compared with the
     last metric reported), leaving after a request to stop as stopped, anything else as a crash.
     """
-    record = files.read_json(attempt.path / "exit.json")
+    record = files.read_record(attempt.path / "exit.json")
     samples = story.checkpoint_samples
     time_s = now_s if record is None else float(record["time_s"])
     if story.finished is not None:
