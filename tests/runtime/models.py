@@ -41,7 +41,7 @@ def data(samples: int = 64, dim: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     """A learnable three-class problem."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, dim, generator=generator)
-    return x, (x[:, :3] + 0.3 * x[:, 3:]).argmax(1)
+    return x, (x[:, :3] + 0.3 * x[:, 3:6]).argmax(1)
 
 
 def train(elastic, optimizer, steps: int, batch: int = 16) -> None:  # type: ignore[no-untyped-def]

@@ -184,7 +184,8 @@ class Wrapper:
         )
         replica.training = self.outer.training
         if self.hook is not None:
-            replica.register_comm_hook(None, self.hook)
+            hook = self.hook  # DDP checks the annotations of what it is given: a lambda has none
+            replica.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
         self.outer.__dict__["replica"] = replica
         self.wraps += 1
         if names := self.freezer.drifted():

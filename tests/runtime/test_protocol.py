@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from icefrog.errors import UserError
+from icefrog.runtime import protocol
+from icefrog.runtime.agent import Agent
+
+GRANT = {"num_gpus": 1, "batch_per_gpu": 16, "global_batch": 16, "max_epochs": 3, "target": {"value": 0.9}}
+
+
+def agent(folder: Path, **env: str) -> Agent:
+    return Agent({protocol.ENV_ATTEMPT_DIR: str(folder), protocol.ENV_GRANT: json.dumps(GRANT), **env})
+
+
+def test_importing_the_protocol_does_not_import_torch() -> None:
+    code = "import sys, icefrog.runtime.protocol; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_reports_are_lines_that_decode_to_what_was_sent(tmp_path: Path) -> None:
+    one = agent(tmp_path)
+    sent = [
+        protocol.Warned(time_s=1.0, message="line\nbreak"),
+        protocol.Finished(time_s=2.0, outcome="completed", metric=0.9, effective_samples=10.0),
+    ]
+    for report in sent:
+        one.report(report)
+    lines = (tmp_path / "reports.jsonl").read_bytes().splitlines()
+    assert [protocol.decode(line) for line in lines] == sent
+
+
+def test_only_rank_0_reports(tmp_path: Path) -> None:
+    agent(tmp_path, RANK="1").report(protocol.Warned(time_s=1.0, message=""))
+    assert not (tmp_path / "reports.jsonl").exists()
+
+
+def test_unknown_kinds_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        protocol.decode(b'{"kind": "nonsense", "time_s": 1}')
+
+
+def test_stop_file_is_noticed(tmp_path: Path) -> None:
+    one = agent(tmp_path)
+    assert not one.stop_requested()
+    (tmp_path / "stop").touch()
+    assert one.stop_requested()
+
+
+def test_a_new_grant_is_read_once_and_a_broken_one_ignored(tmp_path: Path) -> None:
+    one = agent(tmp_path)
+    assert not one.refresh_grant()
+    (tmp_path / "grant.json").write_text(json.dumps({**GRANT, "max_frozen_layers": 2}))
+    assert one.refresh_grant()
+    assert one.grant is not None
+    assert one.grant.max_frozen_layers == 2
+    assert not one.refresh_grant()
+    (tmp_path / "grant.json").write_text("{")
+    assert not one.refresh_grant()
+    assert one.grant.max_frozen_layers == 2
+
+
+def test_a_broken_grant_in_the_environment_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="num_gpus"):
+        Agent({protocol.ENV_GRANT: '{"batch_per_gpu": 1, "global_batch": 1}'})
+
+
+def test_without_an_executor_nothing_happens() -> None:
+    alone = Agent({})
+    alone.report(protocol.Warned(time_s=1.0, message=""))
+    alone.listen()
+    assert not alone.active
+    assert not alone.stop_requested()
+    assert not alone.refresh_grant()

@@ -1,0 +1,235 @@
+"""The training API, as the design's contract has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+from icefrog.estimate.penalty import GradientTracker
+from icefrog.runtime import Guards, LayerElastic, protocol
+from icefrog.runtime.deciding import Bounds, DepthRule
+from icefrog.spec import Target
+from icefrog.types import Config
+
+PAPER = Guards(0, 0, 0, 0)
+
+
+def loop(elastic: LayerElastic, optimizer: torch.optim.Optimizer, max_epochs: int, metrics=None):  # type: ignore[no-untyped-def]
+    """The contract's loop, on 64 samples in batches of 16; returns the decisions."""
+    model = elastic.model
+    x, y = models.data()
+    decisions = []
+    for epoch in elastic.epochs(max_epochs):
+        for at in range(0, len(x), 16):
+            loss = nn.functional.cross_entropy(model(x[at : at + 16]), y[at : at + 16])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        decisions.append(elastic.end_epoch(metric=metrics[epoch] if metrics else 0.1))
+    return decisions
+
+
+def make(**options):  # type: ignore[no-untyped-def]
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return LayerElastic(model, optimizer, env={}, **options), optimizer
+
+
+def test_unfrozen_training_ends_after_max_epochs() -> None:
+    elastic, optimizer = make(rule="none")
+    decisions = loop(elastic, optimizer, 3)
+    assert [d.effective_samples for d in decisions] == [64, 128, 192]
+    assert [d.done for d in decisions] == [False, False, True]
+    assert elastic.outcome == "completed"
+
+
+def test_target_ends_training() -> None:
+    elastic, optimizer = make(rule="none", target=Target(value=0.9))
+    decisions = loop(elastic, optimizer, 10, metrics=[0.2, 0.95, 0.99])
+    assert len(decisions) == 2
+    assert elastic.outcome == "completed"
+
+
+def test_p0_without_the_target_is_target_missed() -> None:
+    elastic, optimizer = make(rule="none", target=Target(value=0.9))
+    assert len(loop(elastic, optimizer, 2, metrics=[0.2, 0.3])) == 2
+    assert elastic.outcome == "target_missed"
+
+
+def test_frozen_samples_are_worth_psi_so_more_epochs_are_run() -> None:
+    elastic, optimizer = make(rule="none")
+    models.train(elastic, optimizer, 24)  # statistics first
+    elastic._at.__init__()  # type: ignore[misc]
+    elastic.freeze(2)
+    psi = elastic.psi
+    assert 0 < psi < 1
+    decisions = loop(elastic, optimizer, 3)
+    assert len(decisions) > 3
+    assert decisions[0].effective_samples < 64
+    assert decisions[-1].effective_samples >= 192 - 1e-6
+    steps = np.diff([0.0] + [d.effective_samples for d in decisions])
+    assert np.all(steps > 0)
+
+
+def test_nothing_freezes_before_the_statistics_are_ready() -> None:
+    elastic, optimizer = make(guards=PAPER)
+    decisions = loop(elastic, optimizer, 4)  # 16 steps
+    assert all(d.frozen_layers == 0 and "not ready" in d.reason for d in decisions)
+
+
+def test_decisions_follow_the_tuner_within_bounds() -> None:
+    elastic, optimizer = make(guards=PAPER, tune_every_steps=4, max_fraction=0.5)
+    decisions = loop(elastic, optimizer, 12)
+    assert elastic.profile() is not None
+    assert all(0 <= d.frozen_layers <= 2 for d in decisions)
+    assert all(0 < d.psi <= 1 and d.effective_progress > 0 for d in decisions[1:])
+    assert elastic.frozen_layers == decisions[-1].frozen_layers
+
+
+def propose(rule: DepthRule, tracker: GradientTracker, now: int, profile, step: int = 10_000, done: float = 1.0):  # type: ignore[no-untyped-def]
+    return rule.propose(
+        step=step,
+        config=Config(1, 16, frozen_layers=now),
+        profile=profile,
+        tracker=tracker,
+        bounds=Bounds("tuner", 0, 3),
+        psi=1.0,
+        measured_throughput=100.0,
+        share_done=done,
+    )
+
+
+@pytest.fixture
+def measured():  # type: ignore[no-untyped-def]
+    """A profile in which freezing pays: 4 equal layers, backward as in a real network twice the forward."""
+    from icefrog.profile import ComputeCurve, LayerCost, OccupancyParams, Profile, ThroughputParams
+
+    return Profile(
+        name="p",
+        layers=tuple(LayerCost(name=str(i), flops=1.0, param_bytes=1.0) for i in range(4)),
+        throughput=ThroughputParams(fwd=ComputeCurve(alpha_s=0, beta_s=1e-3), bwd=ComputeCurve(alpha_s=0, beta_s=2e-3)),
+        occupancy=OccupancyParams(mem_bytes=(1.0, 0, 0, 0), util_pct=(1.0, 0, 0, 0)),
+        samples_per_epoch=64,
+        max_local_batch=16,
+        provenance="test",
+    )
+
+
+def test_layers_unfreeze_when_the_suffix_variance_falls(measured) -> None:  # type: ignore[no-untyped-def]
+    """Recorded statistics: the stored prefix term stays while the suffix falls, so psi falls and layers are opened."""
+    tracker, rule, depth, depths = GradientTracker(4), DepthRule(PAPER, None), 0, []
+    recorded = [[5, 5, 45, 45]] * 60 + [[5, 5, 45 * 0.9**i, 45 * 0.9**i] for i in range(120)]
+    for variance in recorded:
+        tracker.observe(variance, [1.0] * 4)
+        proposal = propose(rule, tracker, depth, measured)
+        if proposal.frozen_layers != depth:
+            depth = proposal.frozen_layers
+            tracker.set_boundary(depth)
+        depths.append(depth)
+    assert depths[:19] == [0] * 19  # not ready
+    assert depths[30] == 2  # psi = .9, T = 3 / 2
+    assert depths[-1] == 0
+    assert sorted(set(depths), reverse=True)[0] == 2
+
+
+def test_guards(measured) -> None:  # type: ignore[no-untyped-def]
+    tracker = GradientTracker(4)
+    for _ in range(30):
+        tracker.observe([5, 5, 45, 45], [1.0] * 4)
+    target = Target(value=0.9)
+    rule = DepthRule(Guards(warmup_share=0.1, dwell_steps=20, stall_patience=2), target)
+    assert propose(rule, tracker, 0, measured, done=0.05).reason.startswith("warm-up")
+    assert propose(rule, tracker, 0, measured).frozen_layers == 2
+    rule.moved(9_990)
+    assert propose(rule, tracker, 0, measured).reason.startswith("dwells")
+    assert propose(rule, tracker, 0, measured, step=10_010).frozen_layers == 2
+    for metric in (0.5, 0.5, 0.4):
+        rule.see_metric(metric)
+    tracker.set_boundary(2)
+    stalled = propose(rule, tracker, 2, measured, step=20_000)
+    assert (stalled.frozen_layers, stalled.psi) == (0, 1.0)
+    assert propose(rule, tracker, 0, measured, step=30_000).frozen_layers == 0  # held open
+    rule.see_metric(0.6)
+    assert propose(rule, tracker, 0, measured, step=40_000).frozen_layers == 2
+
+
+def test_the_grant_narrows_the_bounds_and_may_change_while_running(tmp_path: Path) -> None:
+    grant = {"num_gpus": 1, "batch_per_gpu": 16, "global_batch": 16, "max_epochs": 3, "min_frozen_layers": 2}
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    env = {protocol.ENV_ATTEMPT_DIR: str(tmp_path), protocol.ENV_GRANT: json.dumps(grant)}
+    elastic = LayerElastic(model, optimizer, env=env)
+    decisions = []
+    for epoch in elastic.epochs(3):
+        models.train(elastic, optimizer, 4)
+        if epoch == 0:
+            (tmp_path / "grant.json").write_text(json.dumps({**grant, "min_frozen_layers": 1, "max_frozen_layers": 1}))
+        decisions.append(elastic.end_epoch(metric=0.1))
+        if epoch == 0:
+            (tmp_path / "grant.json").unlink()
+        if len(decisions) == 3:
+            break
+    assert [d.frozen_layers for d in decisions] == [1, 1, 1]
+    progress = [
+        line
+        for line in map(protocol.decode, (tmp_path / "reports.jsonl").read_bytes().splitlines())
+        if isinstance(line, protocol.Progress)
+    ]
+    assert [p.frozen_layers for p in progress] == [1, 1, 1]
+    assert all(p.mem_bytes > 0 and p.step_s >= 0 for p in progress)
+
+
+def test_forgetting_end_epoch_is_an_error() -> None:
+    elastic, _ = make()
+    with pytest.raises(UserError, match="end_epoch"):
+        for _ in elastic.epochs(2):
+            pass
+
+
+def test_state_dict_round_trip_in_memory() -> None:
+    elastic, optimizer = make(rule="none")
+    models.train(elastic, optimizer, 25)
+    elastic.freeze(1)
+    models.train(elastic, optimizer, 5)
+    state = elastic.state_dict()
+    other, _ = make(rule="none")
+    other.load_state_dict(state)
+    assert other.frozen_layers == 1
+    assert other.psi == elastic.psi
+    assert models.bytes_of(other.model) == models.bytes_of(elastic.model)
+
+
+def test_no_batch_size_is_an_error() -> None:
+    class Weird(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, scale: float) -> torch.Tensor:
+            return (self.w * scale).sum()
+
+    model = Weird()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, env={})
+    elastic.model(2.0).backward()
+    with pytest.raises(UserError, match="batch size"):
+        optimizer.step()
+
+
+def test_accumulation_with_a_grad_scaler_is_refused() -> None:
+    model = models.mlp()
+    with pytest.raises(UserError, match="GradScaler"):
+        LayerElastic(model, torch.optim.SGD(model.parameters()), accum_steps=2, grad_scaler=object(), env={})
+
+
+def test_close_gives_the_optimizer_back() -> None:
+    elastic, optimizer = make()
+    elastic.close()
+    assert "step" not in vars(optimizer)
