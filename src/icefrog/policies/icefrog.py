@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from pydantic import Field
 
@@ -21,15 +21,20 @@ class _Offer:
     view: JobView
     alone: tuple[Candidate, ...]
     shared: tuple[Candidate, ...]
-    waited_s: float
+    waits_since_s: float | None  # None: it runs, and owes nobody
     must_run: bool
+
+
+_Turn: TypeAlias = tuple[float, float]
+"""(since when the job had waited, since when it runs) of a job that was forced to run, s."""
 
 
 class IceFrog:
     """Largest sum of IceShares above a fairness floor, exclusive GPUs and sharing pairs in one exact decision (section 8).
 
     A job that has waited longer than ``max_wait_s`` is forced to run, the longest waiting first, and then keeps running for
-    at least ``min_run_s``. A change of a running job's configuration must be worth its restart.
+    at least ``min_run_s``. A change of a running job's configuration must be worth its restart, and ``min_gain`` besides:
+    estimates are not so exact that the last percent could be told from noise.
     """
 
     name: ClassVar[str] = "icefrog"
@@ -46,7 +51,9 @@ class IceFrog:
         max_wait_s: float = Field(default=7200.0, gt=0, description="a job that waited longer is forced to run")
         min_run_s: float = Field(default=1800.0, ge=0, description="a forced job runs at least this long")
         share: bool = Field(default=True, description="let pairs of jobs share a GPU")
-        restart_charge: float = Field(default=1.0, ge=0, description="restarts charged to a change of configuration")
+        min_gain: float = Field(
+            default=0.05, ge=0, description="a running job's change must save this share of its remaining time"
+        )
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -70,7 +77,7 @@ class IceFrog:
 
     # -- into the problem --------------------------------------------------------------------------------------------------
 
-    def _offers(self, snapshot: Snapshot, candidates: Candidates, forced: Mapping[str, float]) -> list[_Offer]:
+    def _offers(self, snapshot: Snapshot, candidates: Candidates, forced: Mapping[str, _Turn]) -> list[_Offer]:
         """Jobs that have an option; those that must run first, the longest waiting at the front, then by submission."""
         offers = []
         largest = max(snapshot.cluster.gpus_per_node)
@@ -80,16 +87,22 @@ class IceFrog:
             if not alone:
                 continue
             shared = tuple(c for c in options if c.config.shared) if self.options.share else ()
-            waited_s = 0.0 if view.waiting_since_s is None else snapshot.now_s - view.waiting_since_s
-            young = view.running and snapshot.now_s < forced.get(view.job_id, -1e300) + self.options.min_run_s
-            must_run = young or waited_s > self.options.max_wait_s
-            offers.append(_Offer(view, alone, shared, waited_s, must_run))
-        return sorted(
-            offers,
-            key=lambda offer: (
-                (not offer.must_run, not offer.view.running, -offer.waited_s) if offer.must_run else (True, False, 0.0)
-            ),
-        )
+            since_s, must_run = self._claim(view, snapshot.now_s, forced)
+            offers.append(_Offer(view, alone, shared, since_s, must_run))
+        return sorted(offers, key=lambda offer: (not offer.must_run, offer.waits_since_s if offer.must_run else 0.0))
+
+    def _claim(self, view: JobView, now_s: float, forced: Mapping[str, _Turn]) -> tuple[float | None, bool]:
+        """(since when it waits, or waited before its present turn; whether it must run now).
+
+        Those two in one order are what bounds the wait: nobody who came to wait later, and was forced since, is in the way.
+        """
+        if not view.running:
+            since_s = view.waiting_since_s
+            return since_s, since_s is not None and now_s - since_s > self.options.max_wait_s
+        turn = forced.get(view.job_id)
+        if turn is None or now_s >= turn[1] + self.options.min_run_s:
+            return None, False
+        return turn[0], True
 
     def _job(self, offer: _Offer, snapshot: Snapshot) -> Job:
         view = offer.view
@@ -105,7 +118,7 @@ class IceFrog:
             weight=view.spec.weight,
             current=current,
             partner=_partner(view, snapshot) if view.shared else None,
-            restart_s=view.restart_s * self.options.restart_charge,
+            restart_s=view.restart_s + self.options.min_gain * _remaining_s(offer, snapshot.now_s),
             must_run=offer.must_run,
         )
 
@@ -114,27 +127,37 @@ class IceFrog:
         snapshot: Snapshot,
         offers: Sequence[_Offer],
         choices: Mapping[str, Candidate],
-        forced: Mapping[str, float],
+        forced: Mapping[str, _Turn],
     ) -> Any:
-        """Since when a forced job runs: {"forced": {job: s}}; entries leave when their time is over or the job stops."""
-        kept = {}
+        """Whose turn it is: {"forced": {job: [waited since, runs since]}}. Entries leave when the turn is over."""
+        kept: dict[str, list[float]] = {}
         for offer in offers:
             job_id = offer.view.job_id
-            if not offer.must_run or job_id not in choices:
+            if not offer.must_run or offer.waits_since_s is None or job_id not in choices:
                 continue
-            kept[job_id] = forced[job_id] if offer.view.running and job_id in forced else snapshot.now_s
+            runs_since_s = forced[job_id][1] if offer.view.running else snapshot.now_s
+            kept[job_id] = [offer.waits_since_s, runs_since_s]
         return {"forced": kept}
 
 
-def _memory(memory: Any) -> Mapping[str, float]:
+def _memory(memory: Any) -> Mapping[str, _Turn]:
     found = memory.get("forced", {}) if isinstance(memory, dict) else {}
-    return found if isinstance(found, dict) else {}
+    return {job_id: (float(turn[0]), float(turn[1])) for job_id, turn in found.items()}
 
 
 def _whole_nodes(options: tuple[Candidate, ...], node_gpus: int) -> tuple[Candidate, ...]:
     """Without counts above a node that are not whole nodes (section 9), unless the job has nothing else."""
     tidy = tuple(c for c in options if c.config.num_gpus <= node_gpus or c.config.num_gpus % node_gpus == 0)
     return tidy or options
+
+
+def _remaining_s(offer: _Offer, now_s: float) -> float:
+    """Estimated time left as the job runs now; 0 for one that waits (it pays no restart either)."""
+    view = offer.view
+    same = [c for c in (offer.shared if view.shared else offer.alone) if c.config.num_gpus == view.num_gpus]
+    if not view.running or not same:
+        return 0.0
+    return max(min(c.estimate.tta_s for c in same) - max(now_s - view.submit_s, 0.0), 0.0)
 
 
 def _partner(view: JobView, snapshot: Snapshot) -> str | None:

@@ -1,0 +1,191 @@
+"""What icefrog decides, and what it promises to those who wait."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from icefrog import events as ev
+from icefrog.policies import make_policy
+from icefrog.simulate import RunResult, SimSettings, simulate
+from icefrog.testing.builders import candidate, cluster, job_spec
+from icefrog.testing.policies import CONTRACT, Case, after, cases
+from icefrog.types import Candidate, Config, Estimate, GpuId, JobView, Plan, Snapshot
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
+from worlds import SettlingCurves, Workload
+
+from icefrog.testing.builders import profile
+
+
+def view(name: str, *, held: tuple[GpuId, ...] = (), waiting_since_s: float = 0.0, **spec: Any) -> JobView:
+    config = Config(len(held), 32) if held else None
+    return JobView(
+        spec=job_spec(name, **spec), profile=None, submit_s=0.0, gpus=held, shared=False, running=bool(held), config=config,
+        effective_samples=0.0, remaining_samples=1e4, frozen_layers=0, stats=None, attained_service_s=0.0,
+        waiting_since_s=None if held else waiting_since_s, restart_s=60.0, num_restarts=0,
+    )  # fmt: skip
+
+
+def options(**minutes: float) -> tuple[Candidate, ...]:
+    """``g2=60``: two GPUs take 60 minutes."""
+    return tuple(candidate(int(key[1:]), value * 60.0) for key, value in minutes.items())
+
+
+def half(tta_s: float, mem_bytes: float, util_pct: float) -> Candidate:
+    return Candidate(Config(1, 32, shared=True), Estimate(0.1, 100.0, 1.0, 100.0, mem_bytes, util_pct, tta_s))
+
+
+def decide(
+    jobs: list[JobView], offered: dict[str, tuple[Candidate, ...]], *, now_s: float = 0.0, nodes: int = 1,
+    memory: Any = None, **knobs: Any,
+) -> Plan:  # fmt: skip
+    snapshot = Snapshot(now_s=now_s, cluster=cluster(nodes, 4), jobs=tuple(jobs), memory=memory)
+    return make_policy("icefrog", knobs).decide(snapshot, offered)
+
+
+def counts(plan: Plan) -> dict[str, int]:
+    return {job_id: choice.config.num_gpus for job_id, choice in plan.choices.items()}
+
+
+def test_worked_example_of_the_specification() -> None:
+    jobs = [view("A", gpus=(1, 2, 4)), view("B", gpus=(1, 2, 4))]
+    b = options(g1=80, g2=50, g4=45)
+    assert counts(decide(jobs, {"A": options(g1=100, g2=60, g4=50), "B": b})) == {"A": 2, "B": 2}
+    assert counts(decide(jobs, {"A": options(g1=55, g2=60, g4=50), "B": b})) == {"A": 1, "B": 2}
+
+
+def test_in_overload_everything_ties_at_zero_and_the_sum_decides() -> None:
+    jobs = [view(f"j{i}", gpus=(1, 2)) for i in range(6)]
+    plan = decide(jobs, {job.job_id: options(g1=100, g2=60) for job in jobs}, rho=1.0)
+    assert counts(plan) == {"j0": 1, "j1": 1, "j2": 1, "j3": 1}
+    assert all("waits" in plan.reasons[name] for name in ("j4", "j5"))
+
+
+def test_a_change_must_be_worth_its_restart() -> None:
+    held = view("A", held=(GpuId(0, 0), GpuId(0, 1)), gpus=(2, 4))
+    slightly, much = options(g2=10, g4=9.5), options(g2=10, g4=5)
+    assert counts(decide([held], {"A": slightly})) == {"A": 2}
+    assert counts(decide([held], {"A": much})) == {"A": 4}
+    assert counts(decide([view("A", gpus=(2, 4))], {"A": slightly})) == {"A": 4}
+
+
+def test_large_requests_are_whole_nodes() -> None:
+    job = view("A", gpus=(2, 6, 8))
+    offered = {"A": options(g2=100, g6=40, g8=41)}
+    assert counts(decide([job], offered, nodes=2)) == {"A": 8}
+    assert counts(decide([job], {"A": options(g6=40)}, nodes=2)) == {"A": 6}  # nothing else to take
+
+
+def test_a_pair_gets_the_combination_that_fits() -> None:
+    """One GPU's worth each; the fastest two do not fit together, one of them must take its smaller configuration."""
+    jobs = [view(name, gpus=(1,), share=True) for name in "abcde"]
+    small = (*options(g1=100), half(6600.0, 45e9, 60.0), half(7000.0, 20e9, 30.0))
+    plan = decide(jobs, dict.fromkeys("abcde", small))
+    assert len(plan.pairs) == 1
+    first, second = (plan.choices[job_id].estimate for job_id in plan.pairs[0])
+    assert 1.1 * (first.mem_bytes + second.mem_bytes) <= 80e9
+    assert first.util_pct + second.util_pct <= 100.0
+    assert first.tta_s + second.tta_s == 6600.0 + 7000.0
+    alone = decide(jobs, dict.fromkeys("abcde", small), share=False)
+    assert not alone.pairs
+    assert len(alone.choices) == 4
+
+
+def test_who_waited_too_long_runs_and_keeps_running_for_a_while() -> None:
+    jobs = [view(f"j{i}", held=(GpuId(0, i),), gpus=(1,)) for i in range(4)]
+    big = view("big", gpus=(4,), waiting_since_s=0.0)
+    offered = {**{job.job_id: options(g1=100) for job in jobs}, "big": options(g4=100)}
+    assert "big" not in decide([*jobs, big], offered, now_s=3599.0, max_wait_s=3600.0).choices
+    plan = decide([*jobs, big], offered, now_s=3601.0, max_wait_s=3600.0)
+    assert set(plan.choices) == {"big"}
+    waiting = [replace(job, gpus=(), running=False, config=None, waiting_since_s=3601.0) for job in jobs]
+    runs = replace(
+        big, gpus=tuple(GpuId(0, i) for i in range(4)), running=True, config=Config(4, 32), waiting_since_s=None
+    )
+    knobs = {"max_wait_s": 3600.0, "min_run_s": 600.0, "memory": plan.memory}
+    assert set(decide([*waiting, runs], offered, now_s=4200.0, **knobs).choices) == {"big"}
+    assert "big" not in decide([*waiting, runs], offered, now_s=4202.0, **knobs).choices
+
+
+@given(case=cases())
+@CONTRACT
+def test_deciding_again_changes_nothing(case: Case) -> None:
+    """No flip-flop: once a plan is carried out, the same situation gives the same configurations."""
+    policy = make_policy("icefrog")
+    snapshot, offered = case.of(policy)
+    plan = policy.decide(snapshot, offered)
+    later = after(case, policy, plan)
+    again = policy.decide(later.snapshot, offered)
+    assert counts(again) == counts(plan)
+    assert {c for c, o in again.choices.items() if o.config.shared} == {
+        c for c, o in plan.choices.items() if o.config.shared
+    }
+
+
+# -- the bound on waiting ----------------------------------------------------------------------------------------------
+
+
+def stream(gap_s: float) -> Workload:
+    """A one-node cluster kept busy by single-GPU jobs, and one job that accepts nothing but the whole node."""
+    specs = [
+        job_spec(
+            f"small{i:02d}", command=None, workload="made-up", gpus=(1,), batch={"global": 256}, max_epochs=20,
+            submit_s=gap_s * i, duration_s=3600.0,
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    big = job_spec(
+        "big", command=None, workload="made-up", gpus=(4,), batch={"global": 256}, max_epochs=20, submit_s=1000.0,
+        duration_s=3600.0,
+    )  # fmt: skip
+    jobs = sorted((*specs, big), key=lambda spec: spec.submit_s)
+    names = [spec.name for spec in jobs]
+    shape = profile(6, samples_per_epoch=10_000)
+    return Workload(tuple(jobs), dict.fromkeys(names, shape), dict.fromkeys(names, SettlingCurves(6)))
+
+
+@dataclass(frozen=True)
+class Wait:
+    job_id: str
+    seconds: float
+    ahead: int  # jobs that waited already when it began
+
+
+def waits(result: RunResult) -> list[Wait]:
+    """Every wait for GPUs of every job, in the order in which they ended."""
+    begun: dict[str, tuple[float, int]] = {}
+    ended = []
+    for record in result.records:
+        if isinstance(record, ev.JobSubmitted | ev.JobStopped):
+            begun[record.job_id] = (record.time_s, len(begun))
+        elif isinstance(record, ev.JobStarted) and record.job_id in begun:
+            since_s, ahead = begun.pop(record.job_id)
+            ended.append(Wait(record.job_id, record.time_s - since_s, ahead))
+    return ended
+
+
+@cache
+def simulated(gap_s: float, max_wait_s: float) -> RunResult:
+    work, knobs = stream(gap_s), {"max_wait_s": max_wait_s, "min_run_s": 600.0}
+    return simulate(work.specs, work.profiles, work.curves, cluster(1, 4), "icefrog", knobs, SimSettings(check=True))
+
+
+def test_without_a_bound_a_stream_of_small_jobs_starves_a_large_one() -> None:
+    assert max(wait.seconds for wait in waits(simulated(900.0, 1e9)) if wait.job_id == "big") > 4 * 3600.0
+    assert max(wait.seconds for wait in waits(simulated(900.0, 3600.0)) if wait.job_id == "big") < 1.5 * 3600.0
+
+
+@pytest.mark.parametrize(("gap_s", "max_wait_s"), [(900.0, 3600.0), (300.0, 1800.0), (300.0, 7200.0)])
+def test_every_wait_is_bounded(gap_s: float, max_wait_s: float) -> None:
+    """Whoever is forced waits for those ahead of it at most, one turn (and one round) each."""
+    found = waits(simulated(gap_s, max_wait_s))
+    assert max(wait.seconds for wait in found) > max_wait_s  # the bound is put to the test
+    for wait in found:
+        assert wait.seconds <= max_wait_s + (600.0 + 300.0) * (1 + wait.ahead)
