@@ -60,16 +60,15 @@ def cnn() -> nn.Sequential:
 
 
 class Embed(nn.Module):
-    """16 patches of 2x2 pixels, with positions."""
+    """The 8 rows of pixels as tokens, with positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.patch = nn.Linear(4, width)
-        self.position = nn.Parameter(torch.randn(16, width) * 0.02)
+        self.row = nn.Linear(8, width)
+        self.position = nn.Parameter(torch.randn(8, width) * 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        patches = F.unfold(x, 2, stride=2).transpose(1, 2)
-        out: torch.Tensor = self.patch(patches) + self.position
+        out: torch.Tensor = self.row(x.squeeze(1)) + self.position
         return out
 
 
@@ -98,6 +97,7 @@ class Network:
     adaptive: bool
     epochs: int
     note: str
+    warmup: float = 0.0  # share of the steps
 
 
 NETWORKS = {
@@ -110,10 +110,11 @@ NETWORKS = {
     ),
     "transformer": Network(
         transformer,
-        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=1e-2),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=4e-3, weight_decay=1e-2),
         True,
         12,
-        "10-unit pre-norm transformer, AdamW, cosine learning rate, 12 epochs; preconditioned gradients",
+        "10-unit pre-norm transformer, AdamW, warm-up and cosine learning rate, 12 epochs; preconditioned gradients",
+        0.1,
     ),
 }
 
@@ -194,7 +195,8 @@ def run(
         order = np.random.default_rng([seed, epoch]).permutation(len(x))
         pick = torch.from_numpy(order[inside * BATCH : (inside + 1) * BATCH])
         for group in state.optimizer.param_groups:
-            group["lr"] = base_lr * 0.5 * (1 + math.cos(math.pi * state.step / total))
+            warm = min(1.0, (state.step + 1) / (net.warmup * total + 1e-9))
+            group["lr"] = base_lr * warm * 0.5 * (1 + math.cos(math.pi * state.step / total))
         rows.append(one_step(state, net, x[pick], y[pick], frozen))
         state.step += 1
     return np.array(rows)

@@ -129,7 +129,8 @@ def test_the_measured_split_is_complete_and_its_networks_learned() -> None:
         split = load_split(family)
         assert split.ratio.shape == (3, 3, 11, UNITS)
         assert split.variance_share.sum(axis=1) == pytest.approx(np.ones(11), rel=0.01)
-        assert min(family["validation_accuracy"]) > 0.9
+        assert family["validation_accuracy"][0] > 0.95  # nothing frozen
+        assert min(family["validation_accuracy"]) > 0.85  # frozen early and deep: it need not reach the same
         for (s, d), _ in np.ndenumerate(split.ratio[:, :, 0, 0]):
             frozen = round(split.depths[d] * UNITS)
             assert np.isnan(split.ratio[s, d, :, :frozen]).all()
