@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 from icefrog.report import text
@@ -19,6 +19,8 @@ MAX_BARS = 6000
 """Bars a browser draws without a pause; beyond it, neighbouring depths are drawn as one."""
 COLOURS = ((0.0, "#e3b04b"), (0.35, "#9bbf9e"), (0.7, "#4f97cf"), (1.0, "#2455a4"))
 """Warm: everything is trained. Cold: frozen. Lightness falls, so it can be read without colour."""
+_TEXT_ROOM = 0.015
+"""A bar with a number in it is at least this part of the time axis long."""
 _DEPTH_STEPS = (0.0, 0.05, 0.1, 0.25, 1.0)
 _MARKS = {
     "crash": ("died", "x-thin", "#d1344b"),
@@ -53,6 +55,7 @@ def timeline(run: RunRecord) -> Figure:
         data.append(_running_trace(running, unit_s, most))
         shared = [bar for bar in running if bar.segment.gpus < 1]
         data += [_hatch_trace(shared, unit_s, most)] if shared else []
+        data.append(_count_trace(running, unit_s, run.end_s - run.start_s))
         data.append(_colour_bar(row_px * len(jobs)))
     data += _mark_traces(jobs, unit_s)
     rows = {
@@ -65,7 +68,6 @@ def timeline(run: RunRecord) -> Figure:
         "xaxis": {"title": {"text": f"time, {unit}"}, "side": "top" if tall else "bottom", "zeroline": False},
         "yaxis": rows,
         **{"barmode": "overlay", "hovermode": "closest", "showlegend": len(data) > 1},
-        "uniformtext": {"mode": "hide", "minsize": 8},
         # Above the axis, which is at the top of a tall figure.
         "legend": {"y": 1 + (38 if tall else 4) / max(row_px * len(jobs), 1)},
         "margin": {"t": 76 if tall else 30},
@@ -158,9 +160,8 @@ def _running_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
     return _geometry(bars, unit_s) | {
         "name": "running",
         "width": [_height(bar.segment.gpus, most) for bar in bars],
-        "marker": {"color": colours, "line": {"width": 0}},
-        "text": _counts(bars),
-        **{"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "textfont": {"size": 10}},
+        "marker": {"color": colours, "line": {"width": 0.7, "color": colours}},  # no seams between neighbours
+        "textposition": "none",
         "hovertext": [_running_hover(bar) for bar in bars],
         "showlegend": False,
     }
@@ -168,13 +169,7 @@ def _running_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
 
 def _hatch_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
     """Laid over the bars of sharers: a bar's own pattern would take its colours' place."""
-    spans: list[_Bar] = []
-    for bar in bars:
-        last = spans[-1] if spans else None
-        if last is not None and last.row == bar.row and last.segment.end_s == bar.segment.start_s:
-            spans[-1] = replace(last, segment=replace(last.segment, end_s=bar.segment.end_s))
-        else:
-            spans.append(bar)
+    spans = [_span(group) for group in _stretches(bars)]
     clear, stripes = "rgba(0,0,0,0)", "rgba(255,255,255,0.6)"
     hatch = {"shape": "/", "size": 6, "solidity": 0.2, "fillmode": "overlay", "bgcolor": clear, "fgcolor": stripes}
     return _geometry(spans, unit_s) | {
@@ -185,21 +180,54 @@ def _hatch_trace(bars: Sequence[_Bar], unit_s: float, most: float) -> Figure:
     }
 
 
-def _counts(bars: Sequence[_Bar]) -> list[str]:
-    """What stands in the bars: the GPU count, once while it stays the same, in the longest bar."""
-    out = [""] * len(bars)
-    for _, group in groupby(range(len(bars)), lambda i: (bars[i].row, bars[i].segment.gpus)):
-        longest = max(group, key=lambda i: bars[i].segment.end_s - bars[i].segment.start_s)
-        gpus = bars[longest].segment.gpus
-        out[longest] = "½" if gpus == 0.5 else f"{gpus:g}"
+def _stretches(bars: Sequence[_Bar]) -> list[list[_Bar]]:
+    """Bars of one job on the same number of GPUs without a gap between them."""
+    out: list[list[_Bar]] = []
+    for bar in bars:
+        last = out[-1][-1] if out else None
+        if (
+            last is not None
+            and last.row == bar.row
+            and last.segment.gpus == bar.segment.gpus
+            and last.segment.end_s == bar.segment.start_s
+        ):
+            out[-1].append(bar)
+        else:
+            out.append([bar])
     return out
+
+
+def _span(group: Sequence[_Bar]) -> _Bar:
+    first = group[0]
+    return replace(first, segment=replace(first.segment, end_s=group[-1].segment.end_s))
+
+
+def _count_trace(bars: Sequence[_Bar], unit_s: float, span_s: float) -> Figure:
+    """GPU counts, once while one stays the same, where there is room. (A bar's own text would need more.)"""
+    points: list[tuple[float, int, str, str]] = []
+    for group in _stretches(bars):
+        part = _span(group).segment
+        if part.end_s - part.start_s >= _TEXT_ROOM * span_s:
+            middle_s = (part.start_s + part.end_s) / 2
+            under = next(bar for bar in group if bar.segment.end_s >= middle_s)
+            dark = (under.job.frozen_fraction(under.segment.frozen_layers) or 0.0) > 0.5
+            count = "½" if part.gpus == 0.5 else f"{part.gpus:g}"
+            points.append((middle_s / unit_s, under.row, count, "#ffffff" if dark else "#1b1f24"))
+    return {
+        **{"type": "scatter", "mode": "text", "name": "GPUs", "showlegend": False, "hoverinfo": "skip"},
+        "x": [_six(x) for x, _, _, _ in points],
+        "y": [row for _, row, _, _ in points],
+        "text": [count for _, _, count, _ in points],
+        "textfont": {"size": 9, "color": [ink for _, _, _, ink in points]},
+    }
 
 
 def _colour_bar(height_px: int) -> Figure:
     """A trace of nothing that carries the scale of depths."""
+    at = [0, 0.25, 0.5, 0.75, 1] if height_px > 200 else [0, 0.5, 1]
     scale = {
-        "title": {"text": "frozen", "side": "top"},
-        **{"tickvals": [0, 0.25, 0.5, 0.75, 1], "ticktext": ["0 %", "25 %", "50 %", "75 %", "100 %"]},
+        "title": {"text": "frozen<br>&nbsp;", "side": "top"},
+        **{"tickvals": at, "ticktext": [f"{100 * part:.0f} %" for part in at]},
         **{
             "thickness": 10,
             "len": min(200, max(110, height_px)),
