@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -14,7 +16,7 @@ from icefrog import events as ev
 from icefrog.driver import Turn
 from icefrog.live import View
 from icefrog.livequery import JobRow, row_of, told
-from icefrog.state import FINAL, GRANTED, ClusterState, Phase
+from icefrog.state import GRANTED, ClusterState, Phase
 
 _STYLES = {
     Phase.PENDING: "yellow",
@@ -119,42 +121,77 @@ def header(state: ClusterState, now_s: float) -> Text:
     return text
 
 
-def table(state: ClusterState, now_s: float) -> Table:
+def table(state: ClusterState, now_s: float) -> JobsTable:
     """The last few jobs that are finished, and the unfinished ones."""
     finished = [job for job in state.jobs.values() if job.finished]
     shown = [*sorted(finished, key=lambda job: job.finish_s or 0.0)[-_MAX_FINISHED:], *state.active.values()]
     return jobs_table([row_of(job, now_s) for job in shown])
 
 
-def jobs_table(rows: Iterable[JobRow]) -> Table:
-    """One line a job."""
-    view = Table(box=None, pad_edge=False, expand=True, header_style="bold")
-    for name in ("job", "phase"):
-        view.add_column(name, no_wrap=True)
-    for name in ("GPUs", "epoch", "metric", "target", "frozen", "psi", "samples/s"):
-        view.add_column(name, justify="right", no_wrap=True)
-    view.add_column("effective samples", min_width=16, no_wrap=True)
-    view.add_column("restarts", justify="right", no_wrap=True)
-    view.add_column("reason", ratio=1, no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        view.add_row(*_cells(row))
-    return view
+def jobs_table(rows: Iterable[JobRow]) -> JobsTable:
+    """One line a job, with as many columns as the terminal is wide enough for."""
+    return JobsTable(tuple(rows))
 
 
-def _cells(row: JobRow) -> Iterable[Text | ProgressBar | str]:
-    phase = Phase(row.phase)
-    count = "1/2" if row.shared else str(len(row.gpus) or "-")
-    layers = "" if row.num_layers is None else f"/{row.num_layers}"
-    started = row.first_start_s is not None
-    yield Text(row.job_id, style="bold")
-    yield Text(row.phase, style=_STYLES[phase])
-    yield count
-    yield f"{row.epoch}/{row.max_epochs}" if started else "-"
-    yield "-" if row.metric is None else f"{row.metric:.4g}"
-    yield row.target or "-"
-    yield f"{row.frozen_layers}{layers}" if started else "-"
-    yield f"{row.psi:.3f}" if started else "-"
-    yield f"{row.throughput:.0f}" if row.throughput and phase not in FINAL else "-"
-    yield ProgressBar(total=1.0, completed=row.progress or 0.0, width=16)
-    yield str(row.restarts)
-    yield Text(row.reason, style="dim")
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    cell: Callable[[JobRow], RenderableType]
+    width: int
+    rank: int
+    """Columns of a low rank stay when there is little room."""
+    right: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class JobsTable:
+    """A table of jobs that fits its columns to the console it is printed on."""
+
+    rows: tuple[JobRow, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Columns by rank while there is room; the reason takes what is left."""
+        longest = max((len(row.job_id) for row in self.rows), default=3)
+        room = options.max_width - longest - 2
+        chosen = []
+        for column in sorted(_COLUMNS, key=lambda column: column.rank):
+            if column.width + 2 <= room:
+                room -= column.width + 2
+                chosen.append(column)
+        view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        view.add_column("job", no_wrap=True, style="bold")
+        kept = [column for column in _COLUMNS if column in chosen]
+        for column in kept:
+            width = column.width + (room if column.name == "reason" else 0)
+            justify: Literal["left", "right"] = "right" if column.right else "left"
+            view.add_column(column.name, justify=justify, width=width, no_wrap=True, overflow="ellipsis")
+        for row in self.rows:
+            view.add_row(Text(row.job_id), *(column.cell(row) for column in kept))
+        yield view
+
+
+def _once_started(text: Callable[[JobRow], str]) -> Callable[[JobRow], str]:
+    return lambda row: "-" if row.first_start_s is None else text(row)
+
+
+def _number(row: JobRow) -> str:
+    return "-" if row.metric is None else f"{row.metric:.4g}"
+
+
+def _layers(row: JobRow) -> str:
+    return f"{row.frozen_layers}" + ("" if row.num_layers is None else f"/{row.num_layers}")
+
+
+_COLUMNS = (
+    _Column("phase", lambda row: Text(row.phase, style=_STYLES[Phase(row.phase)]), 13, 0, right=False),
+    _Column("GPUs", lambda row: "1/2" if row.shared else str(len(row.gpus) or "-"), 4, 1),
+    _Column("epoch", _once_started(lambda row: f"{row.epoch}/{row.max_epochs}"), 7, 2),
+    _Column("metric", _number, 6, 3),
+    _Column("target", lambda row: row.target or "-", 16, 6),
+    _Column("frozen", _once_started(_layers), 6, 4),
+    _Column("psi", _once_started(lambda row: f"{row.psi:.3f}"), 5, 8),
+    _Column("samples/s", lambda row: f"{row.throughput:.0f}" if row.throughput and not row.finished else "-", 9, 7),
+    _Column("effective", lambda row: ProgressBar(total=1.0, completed=row.progress or 0.0, width=12), 12, 9),
+    _Column("restarts", lambda row: str(row.restarts), 8, 10),
+    _Column("reason", lambda row: Text(row.reason, style="dim"), 24, 5, right=False),
+)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from icefrog import live
 from icefrog.driver import RealClock
 from icefrog.errors import UserError
 from icefrog.executors.local import files
-from icefrog.liveview import LineView, TableView
+from icefrog.liveview import LineView, TableView, jobs_table
 from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
 
 
@@ -45,13 +47,17 @@ def run_up(home: live.Home, **options: object) -> live.UpResult:
 
 def up_process(home: live.Home) -> subprocess.Popen[str]:
     """A controller in a process of its own, that runs until it is stopped."""
+    return subprocess.Popen([sys.executable, "-c", up_code(home)], stdout=subprocess.PIPE, text=True)
+
+
+def up_code(home: live.Home) -> str:
     code = f"""
         from icefrog import live
         from icefrog.liveview import live_view
         print(live.up(live.Home.find({str(home.path)!r}), policy="fifo", slots=2, round_s=1.0, poll_s=0.02,
             view=live_view()))
     """
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    return textwrap.dedent(code)
 
 
 def wait_for(condition: object) -> None:
@@ -184,6 +190,35 @@ def test_a_stopped_controller_s_jobs_go_on_from_their_checkpoints(home: live.Hom
     assert (row.phase, row.restarts, row.crashes) == ("completed", 1, 0)
     first_line = live.log_paths(home, "a")[1].read_text()
     assert f"epoch {stopped_at / 100:.0f} on" in first_line
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_controller_and_not_the_jobs(home: live.Home) -> None:
+    live.submit(home, job_spec("a", 400, 0.05, gpus=(1,), target={"value": 0.9}))
+    controller, terminal = pty.fork()
+    if controller == 0:
+        os.execv(sys.executable, [sys.executable, "-c", up_code(home)])
+    screen = b""
+    while phase(home, "a") != "running" or b"running" not in screen:
+        screen += os.read(terminal, 1 << 16)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # the terminal is closed with its last process
+        while data := os.read(terminal, 1 << 16):
+            screen += data
+    assert os.waitpid(controller, 0)[1] == 0
+    (row,) = live.job_rows(home)
+    assert (row.phase, row.crashes) == ("pending", 0)
+    assert b"go on from their checkpoints" in screen
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_table_fits_the_terminal(home: live.Home, width: int) -> None:
+    live.submit(home, job_spec("a-rather-long-name", 2, 0.05, target={"value": 0.9}))
+    out = io.StringIO()
+    Console(file=out, width=width).print(jobs_table(live.job_rows(home)))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2
+    assert max(len(line.rstrip()) for line in lines) <= width
+    assert lines[1].startswith("a-rather-long-name  pending")
 
 
 def test_jobs_are_stopped_when_nobody_reads_the_output_any_more(home: live.Home) -> None:
