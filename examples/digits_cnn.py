@@ -1,6 +1,6 @@
 """A residual CNN with batch normalisation on scikit-learn's digits. Runs alone, under torchrun, and as an IceFrog job.
 
-python examples/digits_cnn.py --target 0.975
+python examples/digits_cnn.py --target 0.97
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Residual(nn.Module):
         return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
-def build(width: int = 32) -> nn.Module:
+def build(width: int = 24) -> nn.Module:
     """10 layers: a stem, eight residual blocks, a linear head."""
     w = width
     return nn.Sequential(
@@ -45,7 +45,7 @@ def build(width: int = 32) -> nn.Module:
 
 
 def main() -> None:
-    args = arguments(__doc__, lr=3e-4, width=32, target=0.975)
+    args = arguments(__doc__, lr=1e-4, width=24, target=0.97)
     train, val = digits()
     model = build(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)

@@ -28,6 +28,4 @@ for epoch in elastic.epochs(10):  # <-
     with torch.no_grad():
         accuracy = (model(x[1400:]).argmax(1) == y[1400:]).float().mean().item()
     decision = elastic.end_epoch(metric=accuracy)  # <-
-    print(
-        f"epoch {epoch}: accuracy {accuracy:.3f}, {decision.frozen_layers} of {len(elastic.layers)} layers frozen ({decision.reason})"
-    )
+    print(f"epoch {epoch}: accuracy {accuracy:.3f}, {decision.frozen_layers} layers frozen: {decision.reason}")

@@ -14,19 +14,19 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Profile
-from icefrog.runtime import checkpoint, protocol
+from icefrog.runtime import checkpoint
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
 from icefrog.runtime.engine import Engine, EngineOptions
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.protocol import Outcome
+from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate
 from icefrog.runtime.wrapping import World, check_in_step
 from icefrog.spec import Target
 from icefrog.types import Config
-
-Outcome = Literal["completed", "target_missed"]
 
 
 class Stopped(SystemExit):
@@ -59,21 +59,6 @@ class Decision:
     effective_samples: float
     metric: float | None
     done: bool  # the target is reached, or P0 is used up
-
-
-@dataclass
-class Counters:
-    """The job's place in its training; part of the checkpoint."""
-
-    epoch: int = 0
-    cursor: int = 0  # samples of the epoch consumed, where the elastic sampler is used
-    step: int = 0
-    samples: int = 0
-    effective_samples: float = 0.0
-    samples_per_epoch: int | None = None
-    metric: float | None = None
-    outcome: str | None = None
-    epoch_samples: int = 0  # of the epoch in progress
 
 
 class LayerElastic:
@@ -138,6 +123,7 @@ class LayerElastic:
                 "gradient accumulation cannot be combined with a GradScaler: it would un-scale the same gradient again",
                 "use bfloat16 autocast, which needs no scaler, or accum_steps=1",
             )
+        self._reporter = Reporter(self.agent)
         self.optimizer = optimizer
         self.rule: str = rule or (grant.rule if grant else "tuner")
         self.max_fraction = max_fraction
@@ -271,7 +257,8 @@ class LayerElastic:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
         self._max_epochs = max_epochs
         resumed = self._resume()
-        self._report_started(resumed)
+        names = tuple(layer.name for layer in self.layers)
+        self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
         while self._outcome() is None:
             epoch = self._at.epoch
             if self._engine.sampler is not None:
@@ -364,11 +351,20 @@ class LayerElastic:
             )
         proposal: Proposal
         proposal, at.effective_samples = self._world.from_rank0((mine, at.effective_samples))
-        used_psi = engine.psi
-        mem_bytes, util_pct = engine.profiler.sample_occupancy(engine.point())
+        interval = Interval(step_s, throughput, engine.psi, *engine.profiler.sample_occupancy(engine.point()))
         self._move(proposal.frozen_layers)
         at.outcome = self._outcome()
-        self._report_progress(proposal, step_s, throughput, used_psi, mem_bytes, util_pct)
+        if self._reporter.listened_to:
+            self._reporter.progress(
+                at,
+                interval,
+                total=self._total(),
+                frozen_layers=self.frozen_layers,
+                psi=engine.psi,
+                stats=engine.tracker.stats(),
+                reason=proposal.reason,
+                profile=self.profile(),
+            )
         return Decision(
             frozen_layers=proposal.frozen_layers,
             psi=engine.psi,
@@ -473,9 +469,7 @@ class LayerElastic:
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
         path = self._store.save(self.state_dict(), {**summary, "frozen_layers": self.frozen_layers})
-        self.agent.report(
-            protocol.Checkpointed(time_s=self.agent.now_s(), path=str(path), effective_samples=at.effective_samples)
-        )
+        self._reporter.checkpointed(path, at.effective_samples)
 
     def _resume(self) -> bool:
         path: Path | None = None
@@ -498,61 +492,10 @@ class LayerElastic:
     def _warn(self, message: str) -> None:
         if self._world.rank == 0:
             warnings.warn(message, stacklevel=3)
-            self.agent.report(protocol.Warned(time_s=self.agent.now_s(), message=message))
-
-    def _report_started(self, resumed: bool) -> None:
-        at = self._at
-        self.agent.report(
-            protocol.Started(
-                time_s=self.agent.now_s(),
-                layers=tuple(layer.name for layer in self.layers),
-                samples_per_epoch=at.samples_per_epoch,
-                epoch=at.epoch,
-                effective_samples=at.effective_samples,
-                resumed=resumed,
-                frozen_layers=self.frozen_layers,
-                profile=self.profile() if resumed else None,
-            )
-        )
-
-    def _report_progress(
-        self,
-        proposal: Proposal,
-        step_s: float,
-        throughput: float,
-        psi: float,
-        mem_bytes: float,
-        util_pct: float | None,
-    ) -> None:
-        if not self.agent.active or self._world.rank != 0:
-            return
-        at, total, stats = self._at, self._total(), self._engine.tracker.stats()
-        self.agent.report(
-            protocol.Progress(
-                time_s=self.agent.now_s(),
-                epoch=at.epoch,
-                step=at.step,
-                samples=at.samples,
-                effective_samples=at.effective_samples,
-                remaining_samples=max(total - at.effective_samples, 0.0) if total is not None else None,
-                metric=at.metric,
-                frozen_layers=self.frozen_layers,
-                psi=self._engine.psi,
-                throughput=throughput,
-                step_s=step_s,
-                effective_progress=psi * throughput,
-                variance=stats.variance if stats else None,
-                sqr_norm=stats.sqr_norm if stats else None,
-                mem_bytes=mem_bytes,
-                util_pct=util_pct,
-                reason=proposal.reason,
-                profile=self.profile(),
-            )
-        )
+            self._reporter.warned(message)
 
     def _leave(self) -> None:
-        at = self._at
-        self.agent.report(protocol.StoppedReport(time_s=self.agent.now_s(), effective_samples=at.effective_samples))
+        self._reporter.stopped(self._at)
         self._world.close()
         raise Stopped
 
@@ -561,12 +504,7 @@ class LayerElastic:
         if outcome is None or self._finished:
             return
         self._finished = True
-        at = self._at
-        self.agent.report(
-            protocol.Finished(
-                time_s=self.agent.now_s(), outcome=outcome, metric=at.metric, effective_samples=at.effective_samples
-            )
-        )
+        self._reporter.finished(self._at, outcome)
 
     @property
     def outcome(self) -> str | None:

@@ -20,6 +20,8 @@ ENV_ATTEMPT_DIR = "ICEFROG_ATTEMPT_DIR"
 ENV_CHECKPOINT_DIR = "ICEFROG_CHECKPOINT_DIR"
 ENV_GRANT = "ICEFROG_GRANT"
 
+Outcome: TypeAlias = Literal["completed", "target_missed"]
+
 REPORTS_FILE = "reports.jsonl"
 STOP_FILE = "stop"
 GRANT_FILE = "grant.json"
@@ -114,7 +116,7 @@ class Finished(Report):
     """The target was reached (``completed``; also without a target), or P0 was used up before (``target_missed``)."""
 
     kind: Literal["finished"] = "finished"
-    outcome: Literal["completed", "target_missed"]
+    outcome: Outcome
     metric: float | None
     effective_samples: float
 

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
 
+_CHUNK_WORDS = 1 << 22
+
 
 class DivergenceError(RuntimeError):
     """Ranks no longer hold the same parameters; training on would average unrelated models."""
@@ -200,17 +202,27 @@ class Wrapper:
 
 def checksums(layers: Sequence[Layer]) -> torch.Tensor:
     """One wrapping 64-bit sum of the parameters' bytes per layer, shape (L,), int64; equal bits, equal sums."""
-    sums = []
-    for layer in layers:
-        total = 0
-        for index, param in enumerate(layer.params.values()):
-            raw = param.detach().contiguous().reshape(-1).view(torch.uint8)
-            pad = -raw.numel() % 4
-            words = torch.nn.functional.pad(raw, (0, pad)).view(torch.int32).to(torch.int64)
-            place = torch.arange(1, words.numel() + 1, device=words.device)
-            total += (index + 1) * int((words * place).sum().item())
-        sums.append((total + 2**63) % 2**64 - 2**63)
-    return torch.tensor(sums, dtype=torch.int64)
+    return torch.stack(
+        [
+            sum(
+                ((index + 1) * _checksum(param) for index, param in enumerate(layer.params.values())),
+                start=torch.zeros((), dtype=torch.int64),
+            )
+            for layer in layers
+        ]
+    )
+
+
+def _checksum(param: torch.Tensor) -> torch.Tensor:
+    """Sum of (position x 32-bit word), in chunks so that the 64-bit copies stay small; a CPU scalar."""
+    raw = param.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _CHUNK_WORDS):
+        chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=words.device)
+        total += (chunk * place).sum()
+    return total.cpu()
 
 
 def check_in_step(layers: Sequence[Layer], world: World) -> None:

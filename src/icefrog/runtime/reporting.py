@@ -1,0 +1,128 @@
+"""What a job says to the controller, and the counters it says it about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from icefrog.profile import Profile
+from icefrog.runtime import protocol
+from icefrog.runtime.agent import Agent
+from icefrog.runtime.protocol import Outcome
+from icefrog.types import GradientStats
+
+
+@dataclass
+class Counters:
+    """The job's place in its training; part of the checkpoint."""
+
+    epoch: int = 0
+    cursor: int = 0  # samples of the epoch consumed, where the elastic sampler is used
+    step: int = 0
+    samples: int = 0
+    effective_samples: float = 0.0
+    samples_per_epoch: int | None = None
+    metric: float | None = None
+    outcome: str | None = None
+    epoch_samples: int = 0  # of the epoch in progress
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What was measured over one tuning interval."""
+
+    step_s: float
+    throughput: float  # samples/s
+    psi: float  # while it ran
+    mem_bytes: float
+    util_pct: float | None
+
+
+class Reporter:
+    """Writes the lines. Silent on ranks other than 0 and where no executor listens."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    @property
+    def listened_to(self) -> bool:
+        """Whether a report made now would be written."""
+        return self.agent.active and self.agent.rank == 0
+
+    def started(
+        self, at: Counters, layers: tuple[str, ...], frozen_layers: int, profile: Profile | None, resumed: bool
+    ) -> None:
+        """The job is up."""
+        self.agent.report(
+            protocol.Started(
+                time_s=self.agent.now_s(),
+                layers=layers,
+                samples_per_epoch=at.samples_per_epoch,
+                epoch=at.epoch,
+                effective_samples=at.effective_samples,
+                resumed=resumed,
+                frozen_layers=frozen_layers,
+                profile=profile,
+            )
+        )
+
+    def progress(
+        self,
+        at: Counters,
+        interval: Interval,
+        *,
+        total: float | None,
+        frozen_layers: int,
+        psi: float,
+        stats: GradientStats | None,
+        reason: str,
+        profile: Profile | None,
+    ) -> None:
+        """One tuning interval is over; ``total`` is P0, ``frozen_layers`` and ``psi`` hold from now on."""
+        self.agent.report(
+            protocol.Progress(
+                time_s=self.agent.now_s(),
+                epoch=at.epoch,
+                step=at.step,
+                samples=at.samples,
+                effective_samples=at.effective_samples,
+                remaining_samples=max(total - at.effective_samples, 0.0) if total is not None else None,
+                metric=at.metric,
+                frozen_layers=frozen_layers,
+                psi=psi,
+                throughput=interval.throughput,
+                step_s=interval.step_s,
+                effective_progress=interval.psi * interval.throughput,
+                variance=stats.variance if stats else None,
+                sqr_norm=stats.sqr_norm if stats else None,
+                mem_bytes=interval.mem_bytes,
+                util_pct=interval.util_pct,
+                reason=reason,
+                profile=profile,
+            )
+        )
+
+    def checkpointed(self, path: Path, effective_samples: float) -> None:
+        """A checkpoint is on disk."""
+        self.agent.report(
+            protocol.Checkpointed(time_s=self.agent.now_s(), path=str(path), effective_samples=effective_samples)
+        )
+
+    def warned(self, message: str) -> None:
+        """Something the user should know."""
+        self.agent.report(protocol.Warned(time_s=self.agent.now_s(), message=message))
+
+    def stopped(self, at: Counters) -> None:
+        """The job leaves, as it was asked to."""
+        self.agent.report(protocol.StoppedReport(time_s=self.agent.now_s(), effective_samples=at.effective_samples))
+
+    def finished(self, at: Counters, outcome: Outcome) -> None:
+        """The job is over."""
+        self.agent.report(
+            protocol.Finished(
+                time_s=self.agent.now_s(),
+                outcome=outcome,
+                metric=at.metric,
+                effective_samples=at.effective_samples,
+            )
+        )
