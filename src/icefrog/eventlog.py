@@ -46,7 +46,7 @@ class SqliteLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._received: list[int] = []
+        self._received: list[tuple[int, ev.Event]] = []
         with self._guard():
             self._db = sqlite3.connect(path, timeout=30.0, isolation_level=None)
             self._prepare()
@@ -66,12 +66,13 @@ class SqliteLog:
     # -- writing ---------------------------------------------------------------------------------------------------------
 
     def append(self, records: Sequence[ev.AnyRecord]) -> None:
-        """Write records in order, all or none; those that :meth:`receive` handed out last leave the inbox with it."""
+        """Write records in order, all or none; those that :meth:`receive` handed out leave the inbox with it."""
         rows = [(record.kind, getattr(record, "job_id", None), ev.encode(record)) for record in records]
+        logged = {id(record) for record in records}
+        taken = [(number,) for number, event in self._received if id(event) in logged]
         with self._transaction() as db:
             db.executemany("INSERT INTO records (kind, job_id, line) VALUES (?, ?, ?)", rows)
-            db.executemany("DELETE FROM inbox WHERE id = ?", [(taken,) for taken in self._received])
-        self._received.clear()
+            db.executemany("DELETE FROM inbox WHERE id = ?", taken)
 
     def post(self, events: Sequence[ev.JobSubmitted | ev.CancelRequested]) -> None:
         """Put users' wishes into the inbox, all or none; the controller takes them up when it next looks or runs.
@@ -105,12 +106,13 @@ class SqliteLog:
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[ev.Event]:
-        """What is in the inbox, oldest first. It stays there until the next :meth:`append`, which has to log it."""
+        """What is in the inbox, oldest first. Each stays there until :meth:`append` logs it."""
         with self._guard():
             rows = self._db.execute("SELECT id, line FROM inbox ORDER BY id").fetchall()
-        self._received = [row[0] for row in rows]
-        events = [self._decode(line, f"inbox entry {number}") for number, line in rows]
-        return [event for event in events if isinstance(event, ev.JobSubmitted | ev.CancelRequested)]
+        decoded = [(number, self._decode(line, f"inbox entry {number}")) for number, line in rows]
+        wishes = ev.JobSubmitted | ev.CancelRequested
+        self._received = [(number, event) for number, event in decoded if isinstance(event, wishes)]
+        return [event for _, event in self._received]
 
     def records(self, after_seq: int = 0) -> Iterator[tuple[int, ev.AnyRecord]]:
         """(sequence number, record) from ``after_seq`` on, which is not included."""

@@ -153,11 +153,11 @@ def _waiting(state: ClusterState, job: JobState, now_s: float) -> list[str]:
         for gpu in held:
             taken.setdefault(gpu, []).append(other.job_id)
     total = state.cluster.num_gpus
-    choice = " or ".join(str(count) for count in job.spec.gpus)
+    choice = " or ".join(str(count) for count in job.spec.gpus) + (" GPU" if job.spec.gpus == (1,) else " GPUs")
     share = ", or half of one beside another job" if job.spec.share else ""
     since_s = job.waiting_since_s if job.waiting_since_s is not None else job.submit_s
     waited_s, free = max(now_s - since_s, 0.0), total - len(taken)
-    lines = [f"  waits for {waited_s:.0f} s; needs {choice} GPUs{share}; {free} of {total} are free"]
+    lines = [f"  waits for {waited_s:.0f} s; needs {choice}{share}; {free} of {total} are free"]
     for other in state.active.values():
         gpus = sorted(gpu for gpu, owners in taken.items() if other.job_id in owners)
         if gpus and other is not job:
