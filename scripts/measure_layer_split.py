@@ -30,6 +30,7 @@ OUTPUT = Path(__file__).parents[1] / "src/icefrog/workloads/layer_split.json"
 FRACTIONS = (0.25, 0.5, 0.75)
 GRID = 11
 BATCH, MICRO = 64, 2
+BETA2 = 0.999  # AdamW's default
 
 
 class Block(nn.Module):
@@ -142,12 +143,19 @@ def _flat(unit: nn.Module, optimizer: torch.optim.Optimizer, adaptive: bool) -> 
     for p in unit.parameters():
         assert p.grad is not None
         grad = p.grad
-        state = optimizer.state.get(p, {})
-        if adaptive and "exp_avg_sq" in state:
-            corrected = state["exp_avg_sq"] / (1 - 0.999 ** float(state["step"]))
-            grad = grad / (corrected.sqrt() + 1e-8)
+        if adaptive:
+            grad = _preconditioned(grad, optimizer.state.get(p))
         parts.append(grad.flatten())
     return torch.cat(parts)
+
+
+def _preconditioned(grad: torch.Tensor, state: dict[str, Any] | None) -> torch.Tensor:
+    """g / (sqrt(v) + eps), v bias-corrected; at most what Adam itself could produce, whose v includes this gradient."""
+    if not state:
+        return grad.sign()
+    seen = 1 - BETA2 ** float(state["step"])
+    bound = math.sqrt(seen / (1 - BETA2))
+    return (grad / ((state["exp_avg_sq"] / seen).sqrt() + 1e-8)).clamp(-bound, bound)
 
 
 def one_step(state: State, net: Network, x: torch.Tensor, y: torch.Tensor, frozen: int) -> np.ndarray:
