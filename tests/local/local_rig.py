@@ -153,4 +153,4 @@ class Rig:
 
 def job_processes(job: Path) -> list[int]:
     """Processes that belong to a job folder."""
-    return stragglers(job / "run.lock", f"ICEFROG_JOB_ID={job.name}")
+    return stragglers(job / "run.lock", f"ICEFROG_CHECKPOINT_DIR={job / 'checkpoint'}")

@@ -299,4 +299,4 @@ def test_the_replayed_state_is_the_controller_s(home: live.Home, monkeypatch: py
         replayed = home.replay(log, ClusterSpec(nodes=(NodeSpec(gpus=2),)))
         kinds = {record.kind for record in log.read_all()}
     assert vars(replayed)["jobs"] == vars(seen["controller"].state)["jobs"]
-    assert {"tick", "plan_decided", "start"} <= kinds
+    assert {"plan_decided", "start", "progress_reported"} <= kinds
