@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Profile
-from icefrog.runtime import checkpoint
+from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
 from icefrog.runtime.engine import Engine, EngineOptions
@@ -22,6 +22,7 @@ from icefrog.runtime.layers import Layer
 from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.sampler import ElasticSampler
+from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate
 from icefrog.runtime.wrapping import World, check_in_step
@@ -34,18 +35,6 @@ class Stopped(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
-
-
-class Stateful(Protocol):
-    """What :meth:`LayerElastic.register` takes: an LR scheduler, an EMA, ..."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Inverse."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,22 +404,7 @@ class LayerElastic:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on, at any world size and boundary: tensors and plain values."""
-        engine = self._engine
-        return {
-            "schema": 1,
-            "frozen_layers": self.frozen_layers,
-            "layers": [layer.name for layer in self.layers],
-            "pieces": [piece.name for piece in engine.pieces],
-            "psi": engine.psi,
-            "model": engine.inner.state_dict(),
-            "optimizer": checkpoint.optimizer_state(engine.inner, self.optimizer),
-            "registered": {name: item.state_dict() for name, item in self._registered.items()},
-            "tracker": engine.tracker.state_dict(),
-            "profiler": engine.profiler.state_dict(),
-            "decider": self._decider.state_dict(),
-            "counters": asdict(self._at),
-            "rng": checkpoint.rng_state(),
-        }
+        return saving.pack(self._engine, self._decider, self._at, self._registered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`; collective. The boundary is restored first, then weights, then the optimizer.
@@ -438,30 +412,7 @@ class LayerElastic:
         Raises:
             UserError: the state is of a model with other layers, or the optimizer holds other parameters.
         """
-        engine = self._engine
-        engine.move(0)
-        pieces = [piece.name for piece in engine.pieces]
-        if state["pieces"] != pieces and sorted(state["pieces"]) == sorted(pieces):
-            engine.rebuild(state["pieces"])
-        names = [layer.name for layer in self.layers]
-        if names != state["layers"]:
-            raise UserError(
-                f"the checkpoint has layers {state['layers']}, the model has {names}",
-                "resume with the model that wrote it, or start in an empty checkpoint folder",
-            )
-        engine.move(state["frozen_layers"])
-        engine.inner.load_state_dict(state["model"])
-        checkpoint.load_optimizer_state(engine.inner, self.optimizer, state["optimizer"])
-        for name, item in self._registered.items():
-            if name in state["registered"]:
-                item.load_state_dict(state["registered"][name])
-        engine.tracker.load_state_dict(state["tracker"])
-        engine.profiler.load_state_dict(state["profiler"])
-        engine.psi = state["psi"]
-        self._decider.load_state_dict(state["decider"])
-        known = {field.name for field in fields(Counters)}
-        self._at = Counters(**{key: value for key, value in state["counters"].items() if key in known})
-        checkpoint.set_rng_state(state["rng"], self._world.rank)
+        self._at = saving.unpack(state, self._engine, self._decider, self._registered)
 
     def _save(self) -> None:
         if self._store is None or self._world.rank != 0:

@@ -1,0 +1,77 @@
+"""What is in a checkpoint, and the order in which it must be restored: boundary, weights, optimizer, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, Protocol
+
+from icefrog.errors import UserError
+from icefrog.runtime import checkpoint
+from icefrog.runtime.deciding import DepthRule
+from icefrog.runtime.engine import Engine
+from icefrog.runtime.reporting import Counters
+
+
+class Stateful(Protocol):
+    """What :meth:`LayerElastic.register` takes: an LR scheduler, an EMA, ..."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Inverse."""
+        ...
+
+
+def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Everything needed to go on at any world size and boundary: tensors and plain values."""
+    return {
+        "schema": 1,
+        "frozen_layers": engine.freezer.frozen_layers,
+        "layers": [layer.name for layer in engine.layers],
+        "pieces": [piece.name for piece in engine.pieces],
+        "psi": engine.psi,
+        "model": engine.inner.state_dict(),
+        "optimizer": checkpoint.optimizer_state(engine.inner, engine.optimizer),
+        "registered": {name: item.state_dict() for name, item in registered.items()},
+        "tracker": engine.tracker.state_dict(),
+        "profiler": engine.profiler.state_dict(),
+        "decider": decider.state_dict(),
+        "counters": asdict(counters),
+        "rng": checkpoint.rng_state(),
+    }
+
+
+def unpack(
+    state: Mapping[str, Any], engine: Engine, decider: DepthRule, registered: Mapping[str, Stateful]
+) -> Counters:
+    """Collective. Inverse of :func:`pack`; returns the counters.
+
+    Raises:
+        UserError: the state is of a model with other layers, or the optimizer holds other parameters.
+    """
+    engine.move(0)
+    pieces = [piece.name for piece in engine.pieces]
+    if state["pieces"] != pieces and sorted(state["pieces"]) == sorted(pieces):
+        engine.rebuild(state["pieces"])
+    names = [layer.name for layer in engine.layers]
+    if names != state["layers"]:
+        raise UserError(
+            f"the checkpoint has layers {state['layers']}, the model has {names}",
+            "resume with the model that wrote it, or start in an empty checkpoint folder",
+        )
+    engine.move(state["frozen_layers"])
+    engine.inner.load_state_dict(state["model"])
+    checkpoint.load_optimizer_state(engine.inner, engine.optimizer, state["optimizer"])
+    for name, item in registered.items():
+        if name in state["registered"]:
+            item.load_state_dict(state["registered"][name])
+    engine.tracker.load_state_dict(state["tracker"])
+    engine.profiler.load_state_dict(state["profiler"])
+    engine.psi = state["psi"]
+    decider.load_state_dict(state["decider"])
+    checkpoint.set_rng_state(state["rng"], engine.world.rank)
+    known = {field.name for field in fields(Counters)}
+    return Counters(**{key: value for key, value in state["counters"].items() if key in known})
