@@ -1,0 +1,195 @@
+"""The command line's contract: outputs, exit codes, and never a traceback on wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from icefrog.cli.main import run
+
+PROBLEM = {
+    "gpus": 4,
+    "gpu_mem_bytes": 8e10,
+    "jobs": [
+        {"id": "A", "options": [{"gpus": 1, "tta_s": 6000}, {"gpus": 2, "tta_s": 3600}, {"gpus": 4, "tta_s": 3000}]},
+        {"id": "B", "options": [{"gpus": 1, "tta_s": 4800}, {"gpus": 2, "tta_s": 3000}, {"gpus": 4, "tta_s": 2700}]},
+    ],
+}
+SMALL = ["--trace", "synth:philly-120", "--cluster", "4x4", "--jobs", "12"]
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must be refused; return its two lines."""
+    assert run(argv) == 2, argv
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert len(lines) == 2, captured.err
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    return captured.err
+
+
+def test_solve_gives_the_specification_s_example(tmp_path, capsys):
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(PROBLEM))
+    for method in ("exact", "milp"):
+        assert run(["solve", str(path), "--method", method]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert {job: choice["gpus"] for job, choice in answer["assignment"].items()} == {"A": 2, "B": 2}
+        assert answer["min_share"] == pytest.approx(3000 / 3600)
+        assert answer["gap"] == 0.0
+        assert answer["solve_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"gpus": 4, "jobs": [{}]}', '{"gpus": NaN, "jobs": []}', "[" * 100_000, '"\\ud800"', "\xff"],
+)
+def test_solve_refuses_what_is_no_problem(tmp_path, capsys, text):
+    path = tmp_path / "p.json"
+    path.write_bytes(text.encode("latin-1"))
+    wrong(capsys, "solve", str(path))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["solve", "no-such-file.json"],
+        ["solve", "."],
+        ["frobnicate"],
+        ["simulate"],
+        ["simulate", *SMALL],
+        ["simulate", *SMALL, "--policy", "fido"],
+        ["simulate", *SMALL, "--policy", ","],
+        ["simulate", *SMALL, "--policy", "fifo,fifo"],
+        ["simulate", *SMALL, "--policy", "fifo", "--set", "rho=1"],
+        ["simulate", *SMALL, "--policy", "fifo", "--set", "icefrog.rho=1"],
+        ["simulate", *SMALL, "--policy", "icefrog", "--set", "icefrog.rho=2"],
+        ["simulate", *SMALL, "--policy", "icefrog", "--set", "icefrog.roh=1"],
+        ["simulate", *SMALL, "--policy", "fifo", "--load", "0"],
+        ["simulate", *SMALL, "--policy", "fifo", "--load", "nan"],
+        ["simulate", *SMALL, "--policy", "fifo", "--seed", "-1"],
+        ["simulate", *SMALL, "--policy", "fifo", "--start", "yesterday"],
+        ["simulate", *SMALL, "--policy", "fifo", "--start", "2017-10-03"],
+        ["simulate", *SMALL, "--policy", "fifo", "--hours", "-3"],
+        ["simulate", *SMALL, "--policy", "fifo", "--out", "/dev/null/x"],
+        ["simulate", "--trace", "synth:nothing", "--cluster", "4x4", "--policy", "fifo"],
+        ["simulate", "--trace", "no.csv", "--cluster", "4x4", "--policy", "fifo"],
+        ["simulate", "--trace", "synth:philly-120", "--cluster", "4by4", "--policy", "fifo"],
+        ["simulate", "--trace", "synth:philly-120", "--cluster", "4x4", "--policy", "fifo", "--jobs", "0"],
+        ["trace", "describe", "no.csv"],
+        ["trace", "synth", "nothing", "x.csv"],
+        ["report", "no-such-folder"],
+    ],
+)
+def test_wrong_arguments(capsys, argv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong(capsys, *argv)
+
+
+@pytest.mark.parametrize("command", ["explain", "logs", "cancel"])
+def test_live_commands_in_an_empty_home(capsys, tmp_path, command):
+    wrong(capsys, command, "nobody", "--home", str(tmp_path / "home"))
+    assert run(["jobs", "--home", str(tmp_path / "home")]) == 0
+    assert capsys.readouterr().out == "no jobs\n"
+    assert run(["down", "--home", str(tmp_path / "home")]) == 0
+    assert not (tmp_path / "home").exists()  # asking creates nothing
+
+
+def test_submit_hands_in_all_files_or_none(tmp_path, capsys):
+    home = ["--home", str(tmp_path / "home")]
+    good = tmp_path / "good.yaml"
+    good.write_text("name: a\ncommand: [python, -c, pass]\ngpus: [1]\nbatch: {global: 8}\nmax_epochs: 1\n")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: b\ncommand: [python]\ngpus: [0]\nbatch: {global: 8}\nmax_epochs: 1\n")
+    assert "bad.yaml:3: gpus.0" in wrong(capsys, "submit", str(good), str(bad), *home)
+    wrong(capsys, "submit", str(good), str(good), *home)
+    run(["jobs", *home])
+    assert "no jobs" in capsys.readouterr().out
+    assert run(["submit", str(good), *home]) == 0
+    assert "submitted a" in capsys.readouterr().out
+    wrong(capsys, "submit", str(good), *home)
+    assert run(["submit", str(good), "--name", "a2", *home]) == 0
+    capsys.readouterr()
+    assert run(["jobs", "--json", *home]) == 0
+    assert [row["job_id"] for row in json.loads(capsys.readouterr().out)] == ["a", "a2"]
+    assert run(["explain", "a", *home]) == 0
+    assert "no controller is running" in capsys.readouterr().out
+
+
+def test_simulate_writes_the_contract_s_files_and_the_same_bytes_again(tmp_path, capsys):
+    for out in ("one", "two"):
+        argv = ["simulate", *SMALL, "--policy", "fifo,icefrog", "--out", str(tmp_path / out), "--json"]
+        assert run(argv) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [row["policy"] for row in document["runs"]] == ["fifo", "icefrog"]
+        assert document["schema"] == 1
+        assert all(row["completed"] == 12 for row in document["runs"])
+    for policy in ("fifo", "icefrog"):
+        for name in ("jobs.csv", "events.jsonl"):
+            one, two = ((tmp_path / out / policy / name).read_bytes() for out in ("one", "two"))
+            assert one == two, name
+        header = (tmp_path / "one" / policy / "jobs.csv").read_text().splitlines()[0]
+        assert header.startswith("job_id,submit_s,start_s,finish_s,jct_s,queue_s,gpu_s,restarts,status")
+    summaries = [json.loads((tmp_path / out / "summary.json").read_text()) for out in ("one", "two")]
+    for summary in summaries:
+        for row in summary["runs"]:
+            del row["wall_s"], row["decision_s"]
+    assert summaries[0] == summaries[1]
+    assert "<html" in (tmp_path / "one" / "report.html").read_text()
+    assert run(["report", str(tmp_path / "one")]) == 0
+
+
+def test_traces_can_be_generated_described_and_converted(tmp_path, capsys):
+    csv = tmp_path / "t.csv"
+    assert run(["trace", "synth", "philly-120", str(csv), "--seed", "3"]) == 0
+    capsys.readouterr()
+    assert run(["trace", "describe", str(csv), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"] == 120
+    assert run(["trace", "describe", str(csv)]) == 0
+    assert "120 rows read, 120 kept" in capsys.readouterr().out
+    assert run(["trace", "convert", str(csv), str(tmp_path / "u.csv"), "--jobs", "10"]) == 0
+    assert len((tmp_path / "u.csv").read_text().splitlines()) == 11
+
+
+@pytest.mark.parametrize("command", ["policies", "workloads"])
+def test_listings(capsys, command):
+    assert run([command]) == 0
+    text = capsys.readouterr().out
+    assert {"policies": "icefrog", "workloads": "resnet18"}[command] in text.lower()
+    assert run([command, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) >= 3
+
+
+def test_help_needs_neither_torch_nor_a_policy():
+    code = (
+        "import sys; from icefrog.cli.main import run; run(['--help']);"
+        "sys.exit(', '.join(m for m in ('torch', 'plotly', 'scipy.optimize', 'polars', 'rustworkx') if m in sys.modules) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "simulate" in result.stdout
+
+
+def test_the_core_never_imports_torch():
+    modules = [
+        "icefrog.replay",
+        "icefrog.live",
+        "icefrog.liveview",
+        "icefrog.cli.simulation",
+        "icefrog.runtime.protocol",
+    ]
+    code = f"import sys, importlib; [importlib.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    command = f"{sys.executable} -m icefrog policies | head -n 0; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=Path.cwd())
+    assert result.returncode == 0
+    assert "Traceback" not in result.stderr
