@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -188,8 +187,7 @@ def test_the_core_never_imports_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_closed_pipe_is_no_error(tmp_path):
-    command = f"{sys.executable} -m icefrog policies | head -n 0; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=Path.cwd())
-    assert result.returncode == 0
-    assert "Traceback" not in result.stderr
+def test_a_closed_pipe_ends_quietly():
+    command = f"{sys.executable} -m icefrog policies | head -n 0"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.stderr == ""
