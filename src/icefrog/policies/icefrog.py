@@ -11,6 +11,7 @@ from pydantic import Field
 from icefrog.policies import base
 from icefrog.policies.iceshare import ExclusiveOption, Job, Problem, SharedOption, Solution, solve
 from icefrog.policies.iceshare.problem import SHARED_GPUS
+from icefrog.policies.partners import Pairing, steady_pairing
 from icefrog.types import Candidate, Candidates, JobView, Plan, Snapshot
 
 
@@ -69,11 +70,13 @@ class IceFrog:
             rho=self.options.rho,
         )
         solution = solve(problem)
-        choices = _choices(offers, solution)
+        pairing = steady_pairing(solution, self.options.min_gain)
+        choices = _choices(offers, solution, pairing)
         reasons = {job.job_id: "no configuration of it fits this cluster" for job in snapshot.jobs}
-        reasons |= _reasons(offers, solution)
+        reasons |= _reasons(offers, choices, solution, pairing)
         memory = self._remember(snapshot, offers, choices, forced)
-        return Plan(choices=choices, pairs=solution.pairs, reasons=reasons, memory=memory)
+        pairs = tuple((offers[i].view.job_id, offers[j].view.job_id) for i, j in pairing.pairs)
+        return Plan(choices=choices, pairs=pairs, reasons=reasons, memory=memory)
 
     # -- into the problem --------------------------------------------------------------------------------------------------
 
@@ -167,39 +170,40 @@ def _partner(view: JobView, snapshot: Snapshot) -> str | None:
 # -- back from the solution ------------------------------------------------------------------------------------------------
 
 
-def _choices(offers: Sequence[_Offer], solution: Solution) -> dict[str, Candidate]:
+def _choices(offers: Sequence[_Offer], solution: Solution, pairing: Pairing) -> dict[str, Candidate]:
     problem = solution.problem
     choices: dict[str, Candidate] = {}
     for index, offer in enumerate(offers):
         if (option := int(solution.option[index])) >= 0:
             choices[offer.view.job_id] = offer.alone[option - int(problem.opt_ptr[index])]
-        elif (option := int(solution.shared_option[index])) >= 0:
-            choices[offer.view.job_id] = offer.shared[option - int(problem.shr_ptr[index])]
+        elif index in pairing.option:
+            choices[offer.view.job_id] = offer.shared[pairing.option[index] - int(problem.shr_ptr[index])]
     return choices
 
 
-def _reasons(offers: Sequence[_Offer], solution: Solution) -> dict[str, str]:
+def _reasons(
+    offers: Sequence[_Offer], choices: Mapping[str, Candidate], solution: Solution, pairing: Pairing
+) -> dict[str, str]:
     """In words. Rounded, so that a reason changes (and is logged again) only when the situation does."""
-    shares, gpus = solution.shares.tolist(), solution.gpus.tolist()
+    partner = {i: offers[j].view.job_id for pair in pairing.pairs for i, j in (pair, pair[::-1])}
+    best_s = solution.problem.best_tta_s.tolist()
     reasons = {}
     for index, offer in enumerate(offers):
-        if gpus[index] == 0.0:
+        choice = choices.get(offer.view.job_id)
+        if choice is None:
             reasons[offer.view.job_id] = _why_waiting(offer)
         else:
-            reasons[offer.view.job_id] = _why_running(offer, gpus[index], shares[index], _mate(offers, solution, index))
+            share = min(best_s[index] / choice.estimate.tta_s, 1.0)
+            reasons[offer.view.job_id] = _why_running(offer, choice, share, partner.get(index))
     return reasons
 
 
-def _mate(offers: Sequence[_Offer], solution: Solution, index: int) -> str | None:
-    mate = int(solution.mate[index])
-    return offers[mate].view.job_id if mate >= 0 else None
-
-
-def _why_running(offer: _Offer, gpus: float, share: float, mate: str | None) -> str:
-    where = f"shares a GPU with {mate}" if mate is not None else f"{int(gpus)} GPU" + ("s" if gpus > 1 else "")
+def _why_running(offer: _Offer, choice: Candidate, share: float, mate: str | None) -> str:
+    gpus = choice.config.num_gpus
+    where = f"shares a GPU with {mate}" if mate is not None else f"{gpus} GPU" + ("s" if gpus > 1 else "")
     text = f"{where}: {share:.1f} of its best time"
     fastest = min(offer.alone, key=lambda c: c.estimate.tta_s).config.num_gpus
-    if share < 0.95 and fastest != gpus:
+    if share < 0.95 and (fastest != gpus or mate is not None):
         text += f"; {fastest} would be best for it, but cost others more"
     if offer.must_run:
         text += "; it has waited long, so it runs now"
