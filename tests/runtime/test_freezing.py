@@ -60,6 +60,7 @@ def test_frozen_between_backward_and_step() -> None:  # F7
     nn.functional.cross_entropy(elastic.model(x), y).backward()
     before = models.bytes_of(elastic.layers[0])
     elastic.freeze(1)
+    assert all(param.grad is None for param in elastic.layers[0].params.values())
     optimizer.step()
     assert models.bytes_of(elastic.layers[0]) == before
 
