@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ class Profiler:
         self._points: dict[PointKey, _Recent] = {}
         self._occupancy: dict[PointKey, tuple[float, float]] = {}
         self._skip = SKIPPED_STEPS
-        self._cpu = (time.process_time(), time.perf_counter())
+        self._cpu = (_cpu_demand_s(), time.perf_counter())
 
     def moved(self) -> None:
         """The boundary moved, or training resumed: the next steps are not typical."""
@@ -102,7 +103,7 @@ class Profiler:
                 return float(torch.cuda.utilization())
             except (RuntimeError, ModuleNotFoundError):
                 return None
-        now = (time.process_time(), time.perf_counter())
+        now = (_cpu_demand_s(), time.perf_counter())
         (cpu, wall), self._cpu = self._cpu, now
         return min(100.0 * (now[0] - cpu) / max(now[1] - wall, 1e-9), 100.0)
 
@@ -287,3 +288,16 @@ def num_nodes(world_size: int) -> int:
     """Nodes that the job spans, from the launcher's LOCAL_WORLD_SIZE; 1 where unknown."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return max(1, -(-world_size // max(local, 1)))
+
+
+def _cpu_demand_s() -> float:
+    """Seconds that the calling thread computed *or waited for a core*.
+
+    On a busy machine the share of time that a process gets says how crowded the core is, not how much of it the job would
+    use; waiting to run is demand. Blocking (data, other ranks) is not. Without the kernel's figures: the CPU time alone.
+    """
+    try:
+        run_ns, wait_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return time.process_time()
+    return (int(run_ns) + int(wait_ns)) / 1e9
