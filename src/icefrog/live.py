@@ -19,7 +19,6 @@ from icefrog.driver import RealClock, StallError, Turn, run, vacate
 from icefrog.errors import UserError
 from icefrog.eventlog import SqliteLog, name_taken
 from icefrog.executors.local import LocalExecutor, local_cluster
-from icefrog.executors.local.attempts import CWD_LABEL
 from icefrog.executors.local.slots import devices_of
 from icefrog.home import Home, Settings
 from icefrog.livequery import JobRow, explain, follow_log, job_rows, log_paths
@@ -281,14 +280,14 @@ def submit_all(home: Home, specs: Sequence[JobSpec], *, cwd: Path | None = None)
         cwd: the folder their commands run in; default: the current one.
 
     Returns:
-        The jobs as submitted: with the folder among their labels.
+        The jobs as submitted: with their folder, absolute.
 
     Raises:
         UserError: see :func:`submittable`.
     """
     submittable(home, specs)
-    folder = str((cwd if cwd is not None else Path.cwd()).absolute())
-    placed = [spec.model_copy(update={"labels": {CWD_LABEL: folder, **spec.labels}}) for spec in specs]
+    folder = (cwd if cwd is not None else Path.cwd()).absolute()
+    placed = [spec.model_copy(update={"cwd": str(folder / (spec.cwd or ""))}) for spec in specs]
     with home.open_log(create=True) as log:
         now_s = RealClock().now_s()
         log.post([ev.JobSubmitted(time_s=now_s, job=spec) for spec in placed])

@@ -99,6 +99,7 @@ class JobSpec(_Frozen):
     share: bool = Field(default=False, description="may share one GPU with one other job")
     checkpoint: str | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
     env: dict[str, str] = Field(default_factory=dict)
+    cwd: str | None = Field(default=None, description="folder the command runs in; default: where the job is submitted")
     stop_grace_s: Number = Field(
         default=30.0, gt=0, description="time to save a checkpoint and leave when asked to, s; killed after it"
     )

@@ -240,6 +240,8 @@ _FORMS = {
     "checkpoint": "the path of a folder",
     "env": 'a mapping of names to texts, e.g. {OMP_NUM_THREADS: "1"} (numbers in quotes)',
     "labels": "a mapping of names to texts",
+    "cwd": "the path of a folder",
+    "stop_grace_s": "a number of seconds from 0",
     "nodes": "a list of {count: N, gpus: G}, whole numbers from 1",
     "count": "a whole number from 1",
     "gpu_type": "a text",

@@ -9,7 +9,7 @@ from pathlib import Path
 from icefrog import events as ev
 from icefrog.driver import RealClock
 from icefrog.executors.local import Devices, LocalExecutor
-from icefrog.executors.local.attempts import CWD_LABEL, JobFolder
+from icefrog.executors.local.attempts import JobFolder
 from icefrog.executors.local.files import read_json, stragglers
 from icefrog.home import Home
 from icefrog.spec import BatchRule, ClusterSpec, JobSpec, NodeSpec
@@ -28,7 +28,7 @@ def job_spec(name: str, *args: object, **fields: object) -> JobSpec:
         "gpus": (1, 2),
         "batch": BatchRule(**{"global": 8}),
         "max_epochs": 50,
-        "labels": {CWD_LABEL: str(JOB.parent)},
+        "cwd": str(JOB.parent),
         **fields,
     }
     return JobSpec.model_validate(given)

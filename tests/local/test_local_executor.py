@@ -59,7 +59,7 @@ def test_ranks_get_the_environment_of_a_gang_and_the_grant(rig: Rig) -> None:
 
 def test_an_entry_point_is_called_in_the_folder_of_its_submission(rig: Rig, tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def train():\n    print('called')\n")
-    spec = job_spec("a", command=None, entry="mine:train", labels={"cwd": str(tmp_path)})
+    spec = job_spec("a", command=None, entry="mine:train", cwd=str(tmp_path))
     rig.submit(spec)
     rig.start("a", 0)
     rig.until_phase("a", Phase.COMPLETED)
@@ -118,7 +118,7 @@ def test_a_job_that_cannot_start_says_why(rig: Rig) -> None:
     rig.start("a", 0)
     rig.until_phase("a", Phase.PENDING)
     assert "no-such-program-anywhere" in rig.reason("a")
-    rig.submit(job_spec("b", command=("true",), labels={"cwd": "/no/such/folder"}))
+    rig.submit(job_spec("b", command=("true",), cwd="/no/such/folder"))
     rig.start("b", 0)
     rig.until_phase("b", Phase.PENDING)
     assert "/no/such/folder" in rig.reason("b")

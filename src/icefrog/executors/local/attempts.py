@@ -16,7 +16,6 @@ from icefrog.runtime import protocol
 from icefrog.spec import JobSpec
 from icefrog.types import GpuId
 
-CWD_LABEL = "cwd"
 """Label of a job that holds the folder it was submitted from."""
 
 
@@ -78,7 +77,7 @@ class Attempt:
     def create(self, spec: JobSpec, gpus: tuple[GpuId, ...], grant: ev.Grant, device_env: Mapping[str, str]) -> None:
         """Write down what to run; ``launch.json`` comes last and makes it valid. Doing it again changes nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        cwd = Path(spec.labels.get(CWD_LABEL, "."))
+        cwd = Path(spec.cwd or ".")
         checkpoint = (cwd / spec.checkpoint) if spec.checkpoint else self.job.path / "checkpoint"
         granted = job_grant(spec, grant)
         self.write_grant(granted)
