@@ -6,9 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from icefrog.policies.iceshare import Problem, Solution
 from icefrog.policies.iceshare.matching import exact_matching
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 _PAIRED = 1000.0  # far above what follows: everybody must keep a partner
 _STAYS, _JOINS = 3.0, 1.0  # partners stay together (nobody moves); a waiting job joins a running one (nobody moves)
@@ -34,24 +38,20 @@ def steady_pairing(solution: Solution, move_worth: float) -> Pairing:
         A perfect pairing of the same jobs; every pair fits, and no job falls below the solution's fairness floor.
     """
     found = _of(solution)
-    jobs = sorted(found.option)
-    if not jobs or len(jobs) > _EXACT_UP_TO:
+    problem = solution.problem
+    jobs = np.array(sorted(found.option), dtype=np.int64)
+    if not len(jobs) or len(jobs) > _EXACT_UP_TO or _moves(problem, found) == 0:
         return found
-    combos = {
-        (i, j): combo for n, i in enumerate(jobs) for j in jobs[n + 1 :] if (combo := _combination(solution, i, j))
-    }
-    weight = np.zeros((len(jobs), len(jobs)))
-    place = {job: n for n, job in enumerate(jobs)}
-    for i, j in combos:
-        weight[place[i], place[j]] = weight[place[j], place[i]] = _PAIRED + _ease(solution.problem, i, j)
+    value, first = _best_combinations(solution, jobs)
+    weight = np.where(value > -np.inf, _PAIRED + _ease(problem, jobs), 0.0)
+    np.fill_diagonal(weight, 0.0)
     mate = exact_matching(weight)
     if np.any(mate < 0):
         return found
-    pairs = tuple((jobs[n], jobs[int(m)]) for n, m in enumerate(mate) if n < m)
-    option = {job: flat for i, j in pairs for job, flat in zip((i, j), combos[i, j], strict=True)}
-    steady = Pairing(pairs, option)
-    saved = _moves(solution.problem, found) - _moves(solution.problem, steady)
-    loss = _worth(solution.problem, found) - _worth(solution.problem, steady)
+    pairs = tuple((int(jobs[n]), int(jobs[m])) for n, m in enumerate(mate.tolist()) if n < m)
+    steady = Pairing(pairs, {int(jobs[n]): int(first[n, m]) for n, m in enumerate(mate.tolist())})
+    saved = _moves(problem, found) - _moves(problem, steady)
+    loss = _worth(problem, found) - _worth(problem, steady)
     return steady if loss <= move_worth * max(saved, 0) else found
 
 
@@ -61,35 +61,43 @@ def _of(solution: Solution) -> Pairing:
     return Pairing(pairs, {job: int(solution.shared_option[job]) for pair in pairs for job in pair})
 
 
-def _combination(solution: Solution, i: int, j: int) -> tuple[int, int] | None:
-    """The two shared options with the largest sum of weighted shares that fit on one GPU, or None."""
+def _best_combinations(solution: Solution, jobs: Ints) -> tuple[Floats, Ints]:
+    """For every two jobs (V, V): the largest sum of weighted shares that fits on one GPU, -inf: none; and the flat shared
+    option that the first of the two then runs."""
     problem = solution.problem
-    first = np.arange(problem.shr_ptr[i], problem.shr_ptr[i + 1])
-    second = np.arange(problem.shr_ptr[j], problem.shr_ptr[j + 1])
-    least = solution.floor * (1.0 - 1e-9)
-    fair = (problem.shr_fairness[first] >= least)[:, None] & (problem.shr_fairness[second] >= least)
-    fits = problem.fits_together(first[:, None], second) & fair
-    if not fits.any():
-        return None
-    value = problem.weight[i] * problem.shr_share[first][:, None] + problem.weight[j] * problem.shr_share[second]
-    row, column = np.unravel_index(int(np.where(fits, value, -np.inf).argmax()), fits.shape)
-    return int(first[row]), int(second[column])
+    counts = np.diff(problem.shr_ptr)[jobs]
+    column = np.arange(int(counts.max()))
+    option = np.where(column < counts[:, None], problem.shr_ptr[jobs][:, None] + column, -1)  # (V, Q)
+    allowed = (option >= 0) & (problem.shr_fairness[option] >= solution.floor * (1.0 - 1e-9))
+    worth = np.where(allowed, problem.weight[jobs][:, None] * problem.shr_share[option], -np.inf)
+    size, width = option.shape
+    fits = problem.fits_together(option[:, None, :, None], option[None, :, None, :])  # (V, V, Q, Q)
+    total = np.where(fits, worth[:, None, :, None] + worth[None, :, None, :], -np.inf)
+    # Symmetric in the two jobs up to ties, which must be broken the same way: the later job takes the earlier one's choice.
+    best = total.reshape(size, size, width * width).argmax(axis=2)
+    row, other = np.divmod(best, width)
+    upper = np.triu(np.ones((size, size), dtype=np.bool_))
+    own = np.where(upper, row, other.T)
+    value = total.max(axis=(2, 3))
+    return value, option[np.arange(size)[:, None], own]
 
 
-def _ease(problem: Problem, i: int, j: int) -> float:
-    if problem.partner[i] == j and problem.partner[j] == i:
-        return _STAYS
-    return _JOINS if _homeless(problem, i) or _homeless(problem, j) else 0.0
-
-
-def _homeless(problem: Problem, job: int) -> bool:
-    """Whether it holds no single GPU that a partner could join it on (it waits, or shrinks: it starts anew anyway)."""
-    return bool(np.isnan(problem.current[job]) or problem.current[job] > 1.0)
+def _ease(problem: Problem, jobs: Ints) -> Floats:
+    """(V, V) how easily two sharers come together: partners stay, a job without a single GPU of its own joins another."""
+    current, place = problem.current[jobs], {job: n for n, job in enumerate(jobs.tolist())}
+    homeless = np.isnan(current) | (current > 1.0)  # it waits, or shrinks: it starts anew anyway
+    ease = np.where(homeless[:, None] | homeless, _JOINS, 0.0)
+    for n, partner in enumerate(problem.partner[jobs].tolist()):
+        m = place.get(partner, -1)
+        if m >= 0 and problem.partner[partner] == jobs[n]:
+            ease[n, m] = _STAYS
+    return ease
 
 
 def _moves(problem: Problem, pairing: Pairing) -> int:
     """Pairs of which one member must leave the GPU it is on."""
-    return sum(_ease(problem, i, j) == 0.0 for i, j in pairing.pairs)
+    held = np.nan_to_num(problem.current, nan=np.inf) <= 1.0
+    return sum(bool(held[i] and held[j] and problem.partner[i] != j) for i, j in pairing.pairs)
 
 
 def _worth(problem: Problem, pairing: Pairing) -> float:
