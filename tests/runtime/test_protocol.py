@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +53,17 @@ def test_stop_file_is_noticed(tmp_path: Path) -> None:
     assert not one.stop_requested()
     (tmp_path / "stop").touch()
     assert one.stop_requested()
+
+
+def test_sigterm_is_a_request_to_stop(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    one = agent(tmp_path)
+    try:
+        one.listen()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert one.stop_requested()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_new_grant_is_read_once_and_a_broken_one_ignored(tmp_path: Path) -> None:
