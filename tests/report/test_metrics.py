@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_logs import CLUSTER, Log, generate
 
+from icefrog import events as ev
 from icefrog.report import fold, summarise
-from icefrog.report.metrics import busy_gpu_s, integral, job_row, percentile, resample
+from icefrog.report.metrics import busy_gpu_s, focus_end_s, integral, job_row, percentile, resample
 from icefrog.report.record import Segment, Sharing
 from icefrog.spec import Target
 from icefrog.state import IllegalTransitionError
+from icefrog.testing import builders as b
 
 
 def two_jobs() -> Log:
@@ -233,3 +235,19 @@ def test_resampling_keeps_the_integral(steps: list[tuple[float, int]], buckets: 
     coarse = resample(tuple(series), 0.0, end_s, buckets)
     assert len(coarse) <= max(buckets, 1)
     assert integral(coarse, end_s) == pytest.approx(integral(tuple(series), end_s))
+
+
+def test_a_long_tail_does_not_press_a_plot_into_its_first_pixels():
+    events = []
+    for i in range(40):
+        name, finish_s = f"j{i}", 1e6 if i == 0 else 100.0 + i
+        events += [
+            ev.JobSubmitted(time_s=0.0, job=b.job_spec(name)),
+            ev.Start(time_s=0.0, job_id=name, attempt=1, gpus=b.gpus(1, node=i), grant=b.grant(1)),
+            ev.JobStarted(time_s=0.0, job_id=name, attempt=1),
+            ev.JobFinished(time_s=finish_s, job_id=name, attempt=1, outcome="completed"),
+        ]
+    run = fold(sorted(events, key=lambda e: e.time_s), b.cluster(40, 1))
+    assert 138.0 <= focus_end_s(run) <= 170.0
+    short = fold(sorted(events[4:], key=lambda e: e.time_s), b.cluster(40, 1))
+    assert focus_end_s(short) == short.end_s

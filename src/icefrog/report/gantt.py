@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from icefrog.report import text
+from icefrog.report.metrics import focus_end_s
 from icefrog.report.plots import Figure
 from icefrog.report.record import JobRecord, RunRecord, Segment
 
@@ -46,7 +47,8 @@ def timeline(run: RunRecord) -> Figure:
     tall = len(jobs) > 30
     row_px = 34 if len(jobs) <= 12 else 22 if len(jobs) <= 40 else 16
     bars, step = _bars(jobs, run.end_s)
-    unit, unit_s = text.time_unit(run.end_s - run.start_s)
+    focus_s = focus_end_s(run)
+    unit, unit_s = text.time_unit(focus_s - run.start_s)
     most = max((bar.segment.gpus for bar in bars), default=1.0)
     waiting = [bar for bar in bars if bar.segment.gpus == 0]
     running = [bar for bar in bars if bar.segment.gpus > 0]
@@ -55,9 +57,10 @@ def timeline(run: RunRecord) -> Figure:
         data.append(_running_trace(running, unit_s, most))
         shared = [bar for bar in running if bar.segment.gpus < 1]
         data += [_hatch_trace(shared, unit_s, most)] if shared else []
-        data.append(_count_trace(running, unit_s, run.end_s - run.start_s))
+        data.append(_count_trace(running, unit_s, focus_s - run.start_s))
         data.append(_colour_bar(row_px * len(jobs)))
     data += _mark_traces(jobs, unit_s)
+    zoom = {"range": [run.start_s / unit_s, focus_s / unit_s]} if focus_s < run.end_s else {}
     rows = {
         "tickvals": list(range(len(jobs))),
         "ticktext": [escape(_clip(job.job_id)) for job in jobs],
@@ -65,7 +68,7 @@ def timeline(run: RunRecord) -> Figure:
         "tickfont": {"size": 10 if tall else 12},
     }
     layout: Figure = {
-        "xaxis": {"title": {"text": f"time, {unit}"}, "side": "top" if tall else "bottom", "zeroline": False},
+        "xaxis": {"title": {"text": f"time, {unit}"}, "side": "top" if tall else "bottom", "zeroline": False, **zoom},
         "yaxis": rows,
         **{"barmode": "overlay", "hovermode": "closest", "showlegend": len(data) > 1},
         # Above the axis, which is at the top of a tall figure.

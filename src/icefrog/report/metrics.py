@@ -135,6 +135,18 @@ def resample(series: StepSeries, start_s: float, end_s: float, buckets: int) -> 
     return tuple(zip(edges[:-1].tolist(), (np.diff(area) / np.diff(edges)).tolist(), strict=True))
 
 
+def focus_end_s(run: RunRecord) -> float:
+    """Where a plot over time should first end: when 95 % of the jobs are finished if the rest is a long tail, else the end.
+
+    A few jobs that run for weeks would otherwise press everything that happened into the first pixels.
+    """
+    finishes = sorted(job.finish_s for job in run.jobs if job.finish_s is not None)
+    if len(finishes) < max(20, 0.95 * len(run.jobs)):
+        return run.end_s
+    focus_s = 1.15 * (finishes[int(0.95 * (len(run.jobs) - 1))] - run.start_s)
+    return run.start_s + focus_s if focus_s * 2.5 < run.end_s - run.start_s else run.end_s
+
+
 def area_until(times: FloatArray, values: FloatArray, edges: FloatArray) -> FloatArray:
     """Integral of a step function (``values[i]`` from ``times[i]`` on, 0 before) up to each of ``edges``.
 

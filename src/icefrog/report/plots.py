@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from icefrog.report import text
-from icefrog.report.metrics import area_until, resample
+from icefrog.report.metrics import area_until, focus_end_s, resample
 from icefrog.report.record import JobRecord, RunRecord, StepSeries
 
 Figure: TypeAlias = dict[str, Any]
@@ -103,7 +103,10 @@ def _mean_depth(run: RunRecord) -> tuple[list[float], list[float | None]]:
     if not changes or run.end_s <= run.start_s:
         return [], []
     steps = np.array(sorted(changes))
-    edges = np.linspace(run.start_s, run.end_s, MAX_STEPS // 2 + 1)
+    focus_s = focus_end_s(run)
+    edges = np.linspace(run.start_s, focus_s, MAX_STEPS // 2 + 1)
+    if focus_s < run.end_s:
+        edges = np.concatenate((edges, np.linspace(focus_s, run.end_s, MAX_STEPS // 8 + 1)[1:]))
     held, frozen = (np.diff(area_until(steps[:, 0], np.cumsum(steps[:, k]), edges)) for k in (1, 2))
     values = [100 * float(f / h) if h > 1e-6 else None for f, h in zip(frozen, held, strict=True)]
     return edges[:-1].tolist(), values
@@ -166,13 +169,25 @@ def _over_time(runs: Mapping[str, RunRecord], series: Mapping[str, StepSeries], 
     for i, (policy, run) in enumerate(runs.items()):
         if not series[policy]:
             continue
-        steps = resample(series[policy], run.start_s, run.end_s, MAX_STEPS)
+        steps = _thinned(series[policy], run, _focus(runs))
         coarse = coarse or len(steps) != len(series[policy])
         steps = (*steps, (run.end_s, series[policy][-1][1]))
         line = _line(i, policy, [t / unit_s for t, _ in steps], [value for _, value in steps])
         data.append(line | {"hovertemplate": f"%{{y:.4~g}} {title}"})
     note = f"Means over {MAX_STEPS} equal intervals." if coarse else ""
     return _figure(data, xaxis=_time_axis(runs), yaxis={"title": title, "rangemode": "tozero"}, note=note)
+
+
+def _thinned(series: StepSeries, run: RunRecord, focus_s: float) -> StepSeries:
+    """At most ``MAX_STEPS`` means in what is shown first, and a quarter as many in the tail after it."""
+    if len(series) <= MAX_STEPS or focus_s >= run.end_s:
+        return resample(series, run.start_s, run.end_s, MAX_STEPS)
+    head = tuple(step for step in series if step[0] < focus_s)
+    tail = ((focus_s, head[-1][1] if head else 0.0), *(step for step in series if step[0] >= focus_s))
+    return (
+        *resample(head, run.start_s, focus_s, MAX_STEPS),
+        *resample(tail, focus_s, run.end_s, MAX_STEPS // 4),
+    )
 
 
 def _line(i: int, name: str, x: Sequence[float], y: Sequence[float | None]) -> Figure:
@@ -198,11 +213,20 @@ def _figure(data: list[Figure], *, xaxis: Figure, yaxis: Figure, height: int = 3
 
 
 def _time_axis(runs: Mapping[str, RunRecord]) -> Figure:
-    return {"title": f"time, {text.time_unit(_span(runs))[0]}"}
+    unit, unit_s = text.time_unit(_span(runs))
+    axis: Figure = {"title": f"time, {unit}"}
+    if any(_focus(runs) < run.end_s for run in runs.values()):
+        start_s = min(run.start_s for run in runs.values())
+        axis |= {"range": [start_s / unit_s, _focus(runs) / unit_s], "title": f"time, {unit} (double-click: all of it)"}
+    return axis
+
+
+def _focus(runs: Mapping[str, RunRecord]) -> float:
+    return max((focus_end_s(run) for run in runs.values()), default=0.0)
 
 
 def _span(runs: Mapping[str, RunRecord]) -> float:
-    return max((run.end_s - run.start_s for run in runs.values()), default=0.0)
+    return max((focus_end_s(run) - run.start_s for run in runs.values()), default=0.0)
 
 
 def _level(y: float) -> Figure:
