@@ -29,12 +29,12 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
     """Map a plan's counts to GPUs.
 
     A job that fits in one node never spans two; multi-node jobs take whole nodes first and never share a node with each
-    other; a running job whose count did not change stays. If that leaves a job without a place, everything that can move is
-    packed anew (a job that moves restarts); what still finds no place is returned in ``unplaced``.
+    other; a running job whose count did not change stays. If that leaves a job without a place and the plan allows it,
+    everything is packed anew (a job that moves restarts); what still finds no place is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
     kept = _pack(snapshot.cluster.gpus_per_node, units, keep=True)
-    if not kept.unplaced:
+    if not kept.unplaced or not plan.migrate:
         return kept
     repacked = _pack(snapshot.cluster.gpus_per_node, units, keep=False)
     return repacked if len(repacked.unplaced) < len(kept.unplaced) else kept

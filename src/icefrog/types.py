@@ -124,6 +124,7 @@ class Plan:
     choices: Mapping[str, Candidate]
     pairs: tuple[tuple[str, str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)  # one for every unfinished job, waiting ones included
+    migrate: bool = True  # whether running jobs may be moved (restarted elsewhere) so that others find a place
     memory: Json = None
 
 

@@ -290,3 +290,15 @@ def test_srtf_preempts_the_longer_job():
     control.handle(arrivals[:1])
     control.handle([ev.JobStarted(time_s=1.0, job_id="long", attempt=1)])
     assert kinds(control.handle(arrivals[1:])) == ["preempt", "start"]
+
+
+def test_fifo_never_moves_a_running_job_to_make_room():
+    state = ClusterState(b.cluster(2, 2))
+    control = Controller(state, make_policy("fifo"), offers)
+    control.handle([submitted(f"j{i}", num_gpus=1) for i in range(3)])  # two on the first node, one on the second
+    control.handle([ev.JobStarted(time_s=1.0, job_id=f"j{i}", attempt=1) for i in range(3)])
+    control.handle([ev.JobFinished(time_s=2.0, job_id="j0", attempt=1, outcome="completed")])
+    assert kinds(control.handle([submitted("wide", at=3.0, num_gpus=2), submitted("late", at=3.0, num_gpus=1)])) == []
+    assert "spread over nodes" in state.jobs["wide"].reason
+    step = control.handle([ev.JobFinished(time_s=4.0, job_id="j2", attempt=1, outcome="completed")])
+    assert [(c.kind, c.job_id) for c in step.commands] == [("start", "wide"), ("start", "late")]

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from icefrog.placement import place
 from icefrog.policies import base
 from icefrog.types import Candidate, Candidates, Plan, Snapshot
 
@@ -42,7 +43,7 @@ class Fifo:
             if candidate is not None and job.num_gpus <= free:
                 free -= job.num_gpus
                 choices[job.job_id] = candidate
-                reasons[job.job_id] = f"keeps its {job.num_gpus} GPUs until it ends"
+                reasons[job.job_id] = f"keeps what it holds ({job.num_gpus} GPUs) until it ends"
         blocked_by: str | None = None
         for job in (job for job in snapshot.jobs if job.job_id not in choices):
             wanted = job.spec.requested_gpus
@@ -54,8 +55,11 @@ class Fifo:
             elif wanted > free:
                 blocked_by = blocked_by or job.job_id
                 reasons[job.job_id] = f"needs {wanted} GPUs, {free} are free"
+            elif place(snapshot, Plan({**choices, job.job_id: candidate}, migrate=False)).unplaced:
+                blocked_by = blocked_by or job.job_id
+                reasons[job.job_id] = f"needs {wanted} GPUs together; {free} are free, but spread over nodes"
             else:
                 free -= wanted
                 choices[job.job_id] = candidate
                 reasons[job.job_id] = f"its turn: starts on the {wanted} GPUs it asked for"
-        return Plan(choices=choices, reasons=reasons)
+        return Plan(choices=choices, reasons=reasons, migrate=False)
