@@ -14,7 +14,7 @@ from icefrog.types import Candidate, Candidates, Plan, Snapshot
 class Fifo:
     """Jobs run in order of submission, at the GPU count they asked for, until they end.
 
-    They are never preempted; placement may move one (a restart) where the GPUs that are free do not lie together.
+    They are never preempted and never moved. A job whose GPUs must lie together waits until they do.
     Without back-filling the first job that does not fit blocks those behind it. With ``backfill`` later jobs may use what it
     leaves over, which can delay it for as long as smaller jobs keep coming (no reservation is made).
     """

@@ -47,13 +47,13 @@ class IceFrog:
         """Knobs of ``icefrog``."""
 
         rho: float = Field(
-            default=1.0, ge=0.0, le=1.0, description="fairness: every job reaches rho x the max-min share"
+            default=0.5, ge=0.0, le=1.0, description="fairness: every job reaches rho x the max-min share"
         )
         max_wait_s: float = Field(default=7200.0, gt=0, description="a job that waited longer is forced to run")
         min_run_s: float = Field(default=1800.0, ge=0, description="a forced job runs at least this long")
         share: bool = Field(default=True, description="let pairs of jobs share a GPU")
         min_gain: float = Field(
-            default=0.05, ge=0, description="a running job's change must save this share of its remaining time"
+            default=0.2, ge=0, description="a running job's change must save this share of its remaining time"
         )
 
     def __init__(self, options: Options) -> None:

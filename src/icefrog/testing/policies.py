@@ -33,7 +33,7 @@ from icefrog.types import Candidate, Config, GpuId, GradientStats, JobView, Plan
 Make = Callable[[], Policy]
 
 CONTRACT = settings(
-    max_examples=50,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
