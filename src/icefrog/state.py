@@ -251,8 +251,10 @@ class ClusterState:
         job.phase = phase
         if phase not in GRANTED:
             job.gpus, job.grant = (), None
-        if phase is Phase.PENDING and job.waiting_since_s is None:
-            job.waiting_since_s = now_s
+        if phase is Phase.PENDING:
+            job.restart_asked_s = None  # a move that came to nothing; from here on it waits, which costs no restart
+            if job.waiting_since_s is None:
+                job.waiting_since_s = now_s
         if phase in FINAL:
             job.finish_s = now_s
             if job.waiting_since_s is not None:

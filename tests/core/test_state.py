@@ -68,6 +68,18 @@ def test_a_preempted_job_waits_again_and_keeps_its_progress(state):
     assert job.queue_s == pytest.approx(1.0 + 3.0)
 
 
+def test_waiting_is_not_measured_as_the_cost_of_a_restart(state):
+    submit(state)
+    start(state)
+    started(state, at=1.0)
+    state.apply(ev.Resize(time_s=10.0, job_id="a", attempt=2, gpus=b.gpus(4), grant=b.grant(4)))
+    state.apply(ev.Preempt(time_s=11.0, job_id="a", attempt=2))  # before the second attempt came up
+    state.apply(ev.JobStopped(time_s=12.0, job_id="a", attempt=1))
+    start(state, at=3600.0, attempt=3)
+    started(state, at=3605.0, attempt=3)
+    assert state.jobs["a"].measured_restart_s == 5.0
+
+
 def test_a_crash_returns_the_job_to_the_queue_at_its_checkpoint(state):
     submit(state)
     start(state)
