@@ -36,17 +36,16 @@ class TraceChoice:
     def read(self) -> Trace:
         """Read (or generate), cut, sample, compress. Raises :class:`icefrog.errors.UserError`.
 
-        A generator draws ``load`` times the jobs in the same time; a file is played ``load`` times as fast.
+        A sample or a generator has ``load`` times the jobs in the same time; a whole file is played ``load`` times as
+        fast.
         """
-        if self.source.startswith(PREFIX):
-            trace = synth_trace(self.source, self.load, self.seed)
-        else:
-            trace = read_trace(self.source, self.format)
+        generated = self.source.startswith(PREFIX)
+        trace = synth_trace(self.source, self.load, self.seed) if generated else read_trace(self.source, self.format)
         if self.start is not None or self.hours is not None:
             trace = window(trace, self.start, self.hours)
         if self.num_jobs is not None:
-            trace = sample(trace, self.num_jobs, self.seed)
-        if not self.source.startswith(PREFIX) and self.load != 1.0:
+            trace = sample(trace, self.num_jobs, self.seed, load=self.load)
+        elif not generated and self.load != 1.0:
             trace = scale_load(trace, self.load)
         return trace
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icefrog.errors import UserError
+from icefrog.replay import TraceChoice
 from icefrog.traces import (
     ReadReport,
     Trace,
@@ -22,6 +23,7 @@ from icefrog.traces import (
     sample,
     scale_load,
     window,
+    write_text,
 )
 
 START = datetime(2017, 10, 3, 2, 30)
@@ -85,6 +87,26 @@ def test_seeds_draw_different_samples() -> None:
 def test_a_sample_needs_that_many_jobs(num: int) -> None:
     with pytest.raises(UserError, match=r"allowed: 1\.\.20"):
         sample(hourly(20), num, 0)
+
+
+def test_load_draws_a_larger_sample_from_the_same_times() -> None:
+    assert len(sample(hourly(40), 10, 0, load=2.0)) == 20
+    with pytest.raises(UserError, match=r"got 10 x load 5, allowed: 1\.\.40"):
+        sample(hourly(40), 10, 0, load=5.0)
+    with pytest.raises(UserError, match="load: got nan"):
+        sample(hourly(40), 10, 0, load=float("nan"))
+
+
+def test_what_load_means_for_a_file_a_sample_and_a_generator(tmp_path: Path) -> None:
+    log = tmp_path / "jobs.csv"
+    log.write_text(write_text(hourly(40)))
+    whole = TraceChoice(str(log), load=2.0).read()
+    assert (len(whole), whole.jobs[-1].submit_s) == (40, 39 * 1800.0)  # played twice as fast
+    drawn = TraceChoice(str(log), load=2.0, num_jobs=10).read()
+    assert len(drawn) == 20
+    assert {job.submit_s % 3600.0 for job in drawn.jobs} == {0.0}  # at the times of the log
+    assert len(TraceChoice("synth:philly-120", load=2.0).read()) == 240
+    assert len(TraceChoice("synth:philly-120", load=2.0, num_jobs=30).read()) == 60
 
 
 def test_load_divides_the_gaps() -> None:

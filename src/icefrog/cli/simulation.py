@@ -22,13 +22,13 @@ from icefrog.errors import UserError
 @click.option("--trace", "source", required=True, metavar="FILE|synth:NAME", help="A job log, or a generator.")
 @click.option("--cluster", required=True, metavar="NxG[:TYPE]|FILE", help="12x4: 12 nodes of 4 GPUs; or a YAML file.")
 @click.option("--policy", "policy_list", required=True, metavar="NAME[,NAME...]", help="See `icefrog policies`.")
-@click.option("--load", type=float, default=1.0, show_default=True, help="Jobs per time, relative to the trace.")
+@click.option("--load", type=float, default=1.0, show_default=True, help="Times the jobs in the same time.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of sampling, matching and noise."
 )
 @click.option("--start", metavar="ISO", help="Only jobs submitted from this local time on, e.g. 2017-10-03T03:00.")
 @click.option("--hours", type=float, help="Only jobs submitted within so many hours.")
-@click.option("--jobs", "num_jobs", type=int, help="Sample so many jobs.")
+@click.option("--jobs", "num_jobs", type=int, help="Sample so many jobs (times the load).")
 @click.option("--world", type=click.Choice(["icefrog"]), default="icefrog", show_default=True, help="The world model.")
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="ICEFROG_DATA", help="Measured profiles a world needs.")

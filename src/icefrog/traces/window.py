@@ -53,17 +53,22 @@ def pool_days(trace: Trace, first_hour: int, hours: int) -> Trace:
     return Trace(jobs, report, f"{trace.source}, hours {first_hour}-{first_hour + hours} of all days", None)
 
 
-def sample(trace: Trace, num_jobs: int, seed: int) -> Trace:
-    """``num_jobs`` jobs drawn without replacement, in order of submission.
+def sample(trace: Trace, num_jobs: int, seed: int, *, load: float = 1.0) -> Trace:
+    """``num_jobs`` x ``load`` jobs (rounded) drawn without replacement, in order of submission.
 
     Raises:
-        UserError: fewer jobs in the trace than asked for, or none asked for.
+        UserError: fewer jobs in the trace than asked for, or none asked for; ``load`` is not a finite number > 0.
     """
-    if not 1 <= num_jobs <= len(trace.jobs):
-        raise UserError(f"jobs: got {num_jobs}, allowed: 1..{len(trace.jobs)}", "the trace (or its window) has no more")
-    chosen = np.sort(np.random.default_rng([seed, 1]).choice(len(trace.jobs), size=num_jobs, replace=False))
+    _check_load(load)
+    wanted = round(num_jobs * load)
+    if not 1 <= wanted <= len(trace.jobs):
+        times = "" if load == 1.0 else f" x load {load:g}"
+        raise UserError(
+            f"jobs: got {num_jobs}{times}, allowed: 1..{len(trace.jobs)}", "the trace (or its window) has no more"
+        )
+    chosen = np.sort(np.random.default_rng([seed, 1]).choice(len(trace.jobs), size=wanted, replace=False))
     jobs = tuple(trace.jobs[int(index)] for index in chosen)
-    return replace(trace, jobs=jobs, report=trace.report.drop("not sampled", len(trace.jobs) - num_jobs))
+    return replace(trace, jobs=jobs, report=trace.report.drop("not sampled", len(trace.jobs) - wanted))
 
 
 def scale_load(trace: Trace, load: float) -> Trace:
@@ -72,8 +77,7 @@ def scale_load(trace: Trace, load: float) -> Trace:
     Raises:
         UserError: ``load`` is not a finite number > 0.
     """
-    if not (math.isfinite(load) and load > 0):
-        raise UserError(f"load: got {load}, allowed: a number > 0", "1 keeps the trace as it is, 2 doubles its load")
+    _check_load(load)
     return replace(trace, jobs=tuple(replace(job, submit_s=job.submit_s / load) for job in trace.jobs))
 
 
@@ -82,6 +86,11 @@ def limit_gpus(trace: Trace, num_gpus: int) -> Trace:
     jobs = tuple(job for job in trace.jobs if job.num_gpus <= num_gpus)
     report = trace.report.drop(f"asks for more than {num_gpus} GPUs", len(trace.jobs) - len(jobs))
     return replace(trace, jobs=jobs, report=report)
+
+
+def _check_load(load: float) -> None:
+    if not (math.isfinite(load) and load > 0):
+        raise UserError(f"load: got {load}, allowed: a number > 0", "1 keeps the trace as it is, 2 doubles its load")
 
 
 def _begin_s(trace: Trace, start: datetime | None) -> float:
