@@ -12,7 +12,6 @@ from icefrog.errors import UserError
 from icefrog.executors.local.attempts import JobFolder
 from icefrog.executors.local.slots import local_cluster
 from icefrog.home import Home
-from icefrog.spec import JobSpec
 from icefrog.state import FINAL, GRANTED, ClusterState, JobState, Phase
 from icefrog.types import GpuId
 
@@ -301,8 +300,3 @@ def _read_on(path: Path, read: dict[Path, int]) -> str:
         data = file.read()
     read[path] = read.get(path, 0) + len(data)
     return data.decode(errors="replace")
-
-
-def spec_of(home: Home, job_id: str) -> JobSpec:
-    """A job's specification, as submitted."""
-    return _find(load_state(home), job_id).spec

@@ -16,8 +16,6 @@ from icefrog.runtime import protocol
 from icefrog.spec import JobSpec
 from icefrog.types import GpuId
 
-"""Label of a job that holds the folder it was submitted from."""
-
 
 class Life(Enum):
     """How far an attempt is."""
