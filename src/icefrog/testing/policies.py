@@ -275,6 +275,8 @@ class PolicyContract:
         snapshot, options = case.of(policy)
         plan = policy.decide(snapshot, options)
         verify(plan, snapshot, options)
+        wanted = {job.job_id: job.spec.requested_gpus for job in snapshot.jobs}
+        assert plan.choices or not any(c.config.num_gpus == wanted[j] for j in wanted for c in options[j])
 
     def test_a_job_larger_than_the_cluster(self, make: Make) -> None:
         """It waits with a reason and blocks nobody who comes later."""
