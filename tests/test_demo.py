@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from icefrog.demo import run_demo
+from icefrog.errors import UserError
+from icefrog.home import Home
+
 ROOT = Path(__file__).resolve().parents[1]
 ICEFROG = [sys.executable, "-m", "icefrog"]
 
@@ -34,6 +38,16 @@ def processes_of(home: Path) -> list[int]:
 def rows(home: Path) -> dict[str, dict[str, object]]:
     done = subprocess.run([*ICEFROG, "jobs", "--json", "--home", str(home)], capture_output=True, text=True, check=True)
     return {row["job_id"]: row for row in json.loads(done.stdout)} if done.stdout.startswith("[") else {}
+
+
+def test_the_home_of_a_running_controller_is_left_alone(tmp_path):
+    pytest.importorskip("sklearn")
+    home = Home(tmp_path / "home")
+    with home.open_log(create=True), home.controller_lock():
+        with pytest.raises(UserError, match="a controller runs in"):
+            run_demo(home, ROOT / "examples" / "demo", slots=1)
+        assert home.db.exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 @pytest.mark.slow

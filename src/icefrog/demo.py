@@ -34,6 +34,7 @@ def run_demo(home: Home, folder: Path, *, slots: int | None = None, me: str = "i
         UserError: no job files, PyTorch is missing, or a controller runs in ``home``.
     """
     _require(folder)
+    _require_no_controller(home)
     specs = [load_job(path) for path in sorted(folder.glob("*.yaml"))]
     if unfinished := [row.job_id for row in job_rows(home) if not row.finished]:
         click.echo(f"going on with {', '.join(unfinished)}, which an earlier run left unfinished")
@@ -60,6 +61,15 @@ def _require(folder: Path) -> None:
     missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"the demo's jobs need {' and '.join(missing)}", "pip install 'icefrog[examples]'")
+
+
+def _require_no_controller(home: Home) -> None:
+    """Checked before anything is moved or submitted: the folder may belong to a controller that is idle just now."""
+    if (pid := home.controller_pid()) is not None:
+        raise UserError(
+            f"a controller runs in {_shown(home.path)} (process {pid})",
+            "stop it with `icefrog down`, or give the demo another --home",
+        )
 
 
 def _set_aside(home: Home) -> Path | None:
