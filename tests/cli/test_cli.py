@@ -165,6 +165,14 @@ def test_listings(capsys, command):
     assert len(json.loads(capsys.readouterr().out)) >= 3
 
 
+@pytest.mark.parametrize("argv", [[], ["trace"]])
+def test_a_command_of_commands_by_itself_shows_them(capsys, argv):
+    assert run(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "Commands:\n" in captured.out
+
+
 def test_help_needs_neither_torch_nor_a_policy():
     code = """
 import sys

@@ -67,6 +67,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except UserError as error:
         return _complain(error.message, error.hint)
+    except click.exceptions.NoArgsIsHelpError as error:  # a command of commands, called by itself: show what there is
+        click.echo(error.format_message())
+        return 0
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "icefrog"
         return _complain(error.format_message(), f"`{command} --help` shows what is allowed")
