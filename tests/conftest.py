@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, settings
 
 # Deterministic runs: the same examples every time, no deadline on a busy machine.
 settings.register_profile(
-    "icefrog", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors]
+    "icefrog",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
 )
 settings.load_profile("icefrog")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -64,24 +64,9 @@ def candidates(
         return _prior_candidates(view, placements, age_s)
     rule = _rule(view, view.profile, cluster, placements, freeze)
     current = view.config if view.running and not view.shared else None
-    inputs = (rule, view.stats, view.spec.freeze.rule, view.frozen_layers, current, hysteresis, max_shared)
-    memo, key = view.profile.memo, ("candidates", view.job_id, view.spec.share, freeze)
-    known = memo.get(key)
-    if isinstance(known, _Tuned) and known.inputs == inputs:  # between two epochs only age and progress change
-        choices = known.choices
-    else:
-        choices = _tuned(view, view.profile, rule, freeze, current, hysteresis, max_shared)
-        memo[key] = _Tuned(inputs, choices)
+    choices = _tuned(view, view.profile, rule, freeze, current, hysteresis, max_shared)
     remaining = _remaining_samples(view, view.profile)
     return tuple(Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in choices)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tuned:
-    """The last answer of the Layer Tuner for a job, and what it was an answer to."""
-
-    inputs: tuple[object, ...]
-    choices: tuple[TunerChoice, ...]
 
 
 def _tuned(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from icefrog import events as ev
@@ -137,7 +137,10 @@ class Controller:
     def _decide(self, step: Step) -> None:
         # 1. What there is.
         snapshot = self.state.snapshot(
-            seed=self.config.seed, default_restart_s=self.config.restart_s, oracle=self.policy.oracle
+            policy=self.policy.name,
+            seed=self.config.seed,
+            default_restart_s=self.config.restart_s,
+            oracle=self.policy.oracle,
         )
         options = {
             job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, freeze=self.policy.freezes)
@@ -173,7 +176,7 @@ class Controller:
         kept = {job_id: choice for job_id, choice in plan.choices.items() if job_id not in unplaced}
         reasons = {**plan.reasons, **dict.fromkeys(unplaced, "the GPUs left over do not lie together")}
         pairs = tuple(pair for pair in plan.pairs if not unplaced.intersection(pair))
-        return Plan(kept, pairs, reasons, plan.memory), placement.allocation
+        return replace(plan, choices=kept, pairs=pairs, reasons=reasons), placement.allocation
 
     def _decided(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]]) -> ev.PlanDecided:
         active = self.state.active
@@ -183,7 +186,7 @@ class Controller:
             gpus_granted=len({gpu for gpus in allocation.values() for gpu in gpus}),
             waiting=len(active) - len(plan.choices),
             reasons={j: r for j, r in plan.reasons.items() if j in active and active[j].reason != r},
-            memory=plan.memory if plan.memory != self.state.memory else None,
+            memory=plan.memory if plan.memory != self.state.memory.get(self.policy.name) else None,
         )
 
     def _diff(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]]) -> list[ev.AnyCommand]:
@@ -205,7 +208,7 @@ class Controller:
                 takes.append(ev.Start(**start, attempt=job.attempt + 1, gpus=gpus, grant=grant))
             elif job.phase not in GRANTED:
                 continue  # still leaving its GPUs: it gets its new ones when it has
-            elif gpus != job.gpus:
+            elif gpus != job.gpus or _needs_restart(grant, job.grant):
                 takes.append(ev.Resize(**start, attempt=job.attempt + 1, gpus=gpus, grant=grant))
             elif job.grant is not None and _bounds(grant) != _bounds(job.grant):
                 takes.append(ev.Regrant(**start, attempt=job.attempt, grant=grant))
@@ -223,6 +226,13 @@ class Controller:
             max_frozen_layers=None if self.policy.freezes else 0,
             shared=config.shared,
         )
+
+
+def _needs_restart(new: ev.Grant, old: ev.Grant | None) -> bool:
+    """A sharer fits beside its partner with the batch that was priced, and a running attempt cannot change its batch."""
+    return (
+        old is not None and new.shared and (new.batch_per_gpu, new.accum_steps) != (old.batch_per_gpu, old.accum_steps)
+    )
 
 
 def _bounds(grant: ev.Grant) -> tuple[bool, int, int | None]:

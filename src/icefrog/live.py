@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from icefrog import events as ev
-from icefrog.candidates import candidates
+from icefrog.candidate_cache import CandidateCache
 from icefrog.controller import Controller, ControllerConfig
 from icefrog.driver import RealClock, StallError, Turn, run, vacate
 from icefrog.errors import UserError
@@ -158,7 +158,7 @@ def up(
         home.save_settings(settings)
         state = home.replay(log, settings.cluster)
         config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s)
-        controller = Controller(state, chosen, candidates, config)
+        controller = Controller(state, chosen, CandidateCache(), config)
         signals = _Signals()
 
         def keep_going() -> bool:

@@ -133,7 +133,7 @@ def replay(
 
 def _fold(result: RunResult, cluster: ClusterSpec) -> RunRecord:
     records = result.records if result.events_path is None else read_log(result.events_path)
-    return fold(records, cluster)
+    return fold(records, cluster, live=False)
 
 
 def _row(run: RunRecord, result: RunResult) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class ClusterState:
         self.profiles = profiles if profiles is not None else {}
         self.jobs: dict[str, JobState] = {}
         self.active: dict[str, JobState] = {}  # the unfinished ones
-        self.memory: Json = None
+        self.memory: dict[str, Json] = {}  # by policy: what it asked to be told again
         self.now_s = 0.0
 
     # -- the mutator ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class ClusterState:
 
     def _decided(self, record: ev.PlanDecided) -> None:
         if record.memory is not None:
-            self.memory = record.memory
+            self.memory[record.policy] = record.memory
         for job_id, reason in record.reasons.items():
             if job_id in self.active:
                 self.active[job_id].reason = reason
@@ -288,7 +288,9 @@ class ClusterState:
             num_restarts=job.num_restarts,
         )
 
-    def snapshot(self, *, seed: int = 0, default_restart_s: float = 60.0, oracle: bool = False) -> Snapshot:
+    def snapshot(
+        self, *, policy: str = "", seed: int = 0, default_restart_s: float = 60.0, oracle: bool = False
+    ) -> Snapshot:
         """The unfinished jobs in order of submission. A job that is being cancelled is none of a policy's business.
 
         A job that is still being preempted holds its GPUs physically, yet may be planned for: its grant is over.
@@ -302,7 +304,7 @@ class ClusterState:
             cluster=self.cluster,
             jobs=tuple(self.view(job, default_restart_s) for job in jobs),
             seed=seed,
-            memory=self.memory,
+            memory=self.memory.get(policy),
             oracle_remaining_s=remaining,
         )
 

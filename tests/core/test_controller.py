@@ -302,3 +302,22 @@ def test_fifo_never_moves_a_running_job_to_make_room():
     assert "spread over nodes" in state.jobs["wide"].reason
     step = control.handle([ev.JobFinished(time_s=4.0, job_id="j2", attempt=1, outcome="completed")])
     assert [(c.kind, c.job_id) for c in step.commands] == [("start", "wide"), ("start", "late")]
+
+
+def test_a_policy_is_handed_back_its_own_memory_and_no_other_s(state):
+    state.apply(submitted())
+    for policy, memory in (("one", {"x": 1}), ("two", {"y": 2})):
+        state.apply(ev.PlanDecided(time_s=0.0, policy=policy, gpus_granted=0, waiting=1, memory=memory))
+    assert state.snapshot(policy="one").memory == {"x": 1}
+    assert state.snapshot(policy="three").memory is None
+
+
+def test_a_sharer_whose_priced_batch_changes_is_restarted_with_it(state):
+    both = {"a": 0.5, "b": 0.5}
+    c = controller(state, both, pairs=(("a", "b"),))
+    c.handle([submitted("a", share=True), submitted("b", share=True)])
+    c.handle([ev.JobStarted(time_s=1.0, job_id=name, attempt=1) for name in both])
+    assert kinds(c.handle([ev.Tick(time_s=300.0)])) == []
+    smaller = b.candidate(1, 1100.0, shared=True, batch_per_gpu=16)
+    c._candidates = lambda view, cluster, now_s, freeze=True: (smaller,)
+    assert kinds(c.handle([ev.Tick(time_s=600.0)])) == ["resize", "resize"]

@@ -24,6 +24,7 @@ from icefrog.estimate.tuner import (
     tune,
 )
 from icefrog.profile import ComputeCurve, LayerCost, OccupancyParams, Profile, SyncCurve, ThroughputParams
+from icefrog.testing import builders as b
 from icefrog.testing.builders import profile
 from icefrog.types import Config
 
@@ -240,3 +241,13 @@ def test_tables_are_built_once_a_profile_and_die_with_it() -> None:
     assert TunerTable.of(slower, rule) is not TunerTable.of(job, rule)
     fewer = job.model_copy(update={"layers": job.layers[:2]})
     assert len(fewer.theta) == 3
+
+
+def test_the_best_depth_within_the_bounds_is_not_the_bounded_best_depth():
+    profile = b.profile(num_layers=10)
+    variance = np.array([1.7, *[0.001] * 8, 1.0])  # the first layer is dear, the next eight cost nothing
+    free = {"num_gpus": 1, "global_batches": [64], "max_frozen_layers": 9}
+    inside = tune(profile, variance, min_frozen_layers=2, **free)
+    assert inside.config.frozen_layers == 9
+    assert tune(profile, variance, **free).config.frozen_layers == 0
+    assert tune(profile, None, min_frozen_layers=2, **free).config.frozen_layers == 0  # nothing deeper is offered yet

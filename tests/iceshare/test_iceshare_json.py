@@ -116,7 +116,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), CASES, ids=lambda x: repr(x)[:30])
+@pytest.mark.parametrize(("path", "value"), CASES, ids=lambda x: "removed" if x is REMOVED else repr(x)[:30])
 def test_broken_input(path: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
         parse_problem(at(path, value))

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import os
-import socket
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from two_ranks import Ranks  # noqa: E402 - torch comes first
 
 
 @pytest.fixture(autouse=True)
@@ -18,57 +16,6 @@ def _one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
-
-
-def _worker(rank: int, world: int, tasks: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    for job, args, port in iter(tasks.get, None):
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-        torch.manual_seed(0)
-        try:
-            results.put((rank, job(*args), None))
-        except BaseException as error:
-            results.put((rank, None, f"{type(error).__name__}: {error}"))
-
-
-class Ranks:
-    """Two processes that find each other through the environment; started once, since importing torch takes seconds."""
-
-    world = 2
-
-    def __init__(self) -> None:
-        context = torch.multiprocessing.get_context("spawn")
-        self.results = context.Queue()
-        self.tasks = [context.Queue() for _ in range(self.world)]
-        self.processes = [
-            context.Process(target=_worker, args=(rank, self.world, self.tasks[rank], self.results), daemon=True)
-            for rank in range(self.world)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
-        """Call ``job(*args)`` in every process; results by rank. The job must leave its process group."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for tasks in self.tasks:
-            tasks.put((job, args, port))
-        found = [self.results.get(timeout=timeout_s) for _ in self.tasks]
-        problems = [f"rank {rank}: {problem}" for rank, _, problem in found if problem]
-        assert not problems, problems
-        return [result for _, result, _ in sorted(found, key=lambda item: item[0])]
-
-    def close(self) -> None:
-        for tasks in self.tasks:
-            tasks.put(None)
-        for process in self.processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.terminate()
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from two_ranks import Ranks
 
-from conftest import Ranks
 from icefrog.runtime import DivergenceError, LayerElastic, Stopped, protocol
 
 SAMPLES, BATCH = 61, 16  # the last global batch is smaller, and uneven over two ranks

@@ -233,3 +233,30 @@ def test_close_gives_the_optimizer_back() -> None:
     elastic, optimizer = make()
     elastic.close()
     assert "step" not in vars(optimizer)
+
+
+def test_a_sharer_is_frozen_deep_enough_from_its_first_step_and_from_the_step_after_a_new_grant(tmp_path: Path) -> None:
+    grant = {
+        "num_gpus": 1,
+        "batch_per_gpu": 16,
+        "global_batch": 16,
+        "max_epochs": 3,
+        "min_frozen_layers": 1,
+        "shared": True,
+    }
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    env = {protocol.ENV_ATTEMPT_DIR: str(tmp_path), protocol.ENV_GRANT: json.dumps(grant)}
+    elastic = LayerElastic(model, optimizer, env=env)
+    epochs = elastic.epochs(3)
+    next(epochs)
+    assert elastic.frozen_layers == 1  # before any step: its partner may be there already
+    models.train(elastic, optimizer, 2)
+    (tmp_path / "grant.json").write_text(json.dumps({**grant, "min_frozen_layers": 2}))
+    models.train(elastic, optimizer, 1)
+    assert elastic.frozen_layers == 2
+    assert elastic.profile() is None  # steps beside a partner say nothing of the job alone
+    (tmp_path / "grant.json").write_text(json.dumps({**grant, "min_frozen_layers": 0, "shared": False, "pad": 1}))
+    models.train(elastic, optimizer, 4)
+    assert elastic.profile() is not None
+    elastic.close()

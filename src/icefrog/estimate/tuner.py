@@ -282,6 +282,7 @@ def tune(
     shared: bool = False,
     global_batches: Sequence[int],
     max_frozen_layers: int,
+    min_frozen_layers: int = 0,
     phi: float | None = None,
     initial_batch: int | None = None,
     gpu_mem_bytes: float = math.inf,
@@ -299,6 +300,7 @@ def tune(
         shared: whether the GPU is shared.
         global_batches: allowed M; one entry: fixed.
         max_frozen_layers: largest l; see :func:`max_frozen_layers`. One layer always trains.
+        min_frozen_layers: smallest l (a sharer must fit beside its partner); no limit where no deeper one is offered.
         phi: gradient noise scale, samples; None: unknown.
         initial_batch: M0; default: the smallest of ``global_batches``.
         gpu_mem_bytes: configurations that are predicted to need more are not legal.
@@ -314,6 +316,8 @@ def tune(
     rule = TunerRule(((num_gpus, num_nodes),), tuple(global_batches), first, max_frozen_layers, gpu_mem_bytes)
     table = TunerTable.of(profile, rule)
     psi = penalties(profile, variance)
+    if np.isfinite(psi[min_frozen_layers : max_frozen_layers + 1]).any():
+        psi = np.where(np.arange(len(psi)) < min_frozen_layers, np.nan, psi)
     progress = table.progress(psi, phi)
     choices = pick(table, psi, progress, current=current, hysteresis=hysteresis, shared=shared)
     if num_gpus not in choices:

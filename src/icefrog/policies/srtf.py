@@ -36,7 +36,7 @@ class Srtf:
             wanted = job.spec.requested_gpus
             candidate = base.exclusive(candidates, job.job_id, wanted)
             if candidate is None:
-                reasons[job.job_id] = f"cannot run on {wanted} GPUs here"
+                reasons[job.job_id] = f"no {wanted} GPUs can be had together"
             elif wanted > free:
                 reasons[job.job_id] = f"{rank} jobs have less time left; needs {wanted} GPUs, {free} are left over"
             else:

@@ -78,7 +78,7 @@ def _live(path: Path) -> LoadedRuns:
         raise UserError(f"{path} has no event log yet ({LIVE_EVENTS})", "start the controller: icefrog up")
     settings = _json(path / CLUSTER)
     cluster = _cluster(settings.get("cluster", settings), path / CLUSTER)
-    run = _fold(log, cluster)
+    run = _fold(log, cluster, live=True)
     policy = run.policy or str(settings.get("policy", "none"))
     trace = {"source": "Live cluster"}
     if run.live:
@@ -96,7 +96,7 @@ def _simulation(path: Path, only: str | None = None) -> LoadedRuns:
         policy = old["policy"]
         if only not in (None, policy):
             continue
-        run = _fold(path / policy / EVENTS, cluster)
+        run = _fold(path / policy / EVENTS, cluster, live=False)
         measured = {key: old.get(key) for key in ("wall_s", "decision_s")}  # the log does not know them
         row = summarise(run, policy=policy, seed=old.get("seed", 0), **measured)
         rows.append({**row, **{key: value for key, value in old.items() if key not in row}})
@@ -119,10 +119,10 @@ def _runs(document: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def _fold(log: Path, cluster: ClusterSpec) -> RunRecord:
+def _fold(log: Path, cluster: ClusterSpec, *, live: bool) -> RunRecord:
     records = read_log(log)
     try:
-        return fold(records, cluster)
+        return fold(records, cluster, live=live)
     except IllegalTransitionError as error:
         raise UserError(f"{log} is not a log that can be replayed: {error}", "restore it from a copy") from error
 

@@ -164,10 +164,11 @@ class RunRecord:
         return sum(job.status == "unfinished" for job in self.jobs)
 
 
-def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec) -> RunRecord:
+def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec, *, live: bool | None = None) -> RunRecord:
     """Fold a log into a run.
 
     Times of a live log (since the epoch) are counted from the first submission; those of a simulation stay as they are.
+    ``live`` None: told by the size of the times.
     Raises :class:`icefrog.state.IllegalTransitionError` on a log that cannot be true.
     """
     state = ClusterState(cluster)
@@ -175,7 +176,7 @@ def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec) -> RunRecord:
     for record in records:
         state.apply(record)
         collector.see(record, state)
-    return collector.run(state)
+    return collector.run(state, live)
 
 
 @dataclass(slots=True)
@@ -268,11 +269,11 @@ class _Collector:
                 trail.sharing.append(Sharing(trail.partner_since_s, now_s, trail.partner))
             trail.partner, trail.partner_since_s = partner, now_s
 
-    def run(self, state: ClusterState) -> RunRecord:
+    def run(self, state: ClusterState, live: bool | None) -> RunRecord:
         """The record of what was seen."""
         jobs = list(state.jobs.values())
         first_s = min((job.submit_s for job in jobs), default=0.0)
-        origin_s = first_s if first_s > _EPOCH_S else 0.0
+        origin_s = first_s if (first_s > _EPOCH_S if live is None else live) else 0.0
         ends = [job.finish_s for job in jobs if job.finish_s is not None]
         end_s = max(ends, default=first_s) if not state.active else max(state.now_s, first_s)
         return RunRecord(

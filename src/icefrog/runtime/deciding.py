@@ -131,6 +131,7 @@ class DepthRule:
             shared=bounds.shared,
             global_batches=[config.global_batch],
             max_frozen_layers=bounds.max_frozen,
+            min_frozen_layers=bounds.min_frozen,
             current=config,
             hysteresis=self.guards.hysteresis,
         )

@@ -17,7 +17,7 @@ from icefrog.profile import Profile
 from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
-from icefrog.runtime.engine import Engine, EngineOptions
+from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Interval, Reporter
@@ -246,6 +246,7 @@ class LayerElastic:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
         self._max_epochs = max_epochs
         resumed = self._resume()
+        self._enter_bounds()
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
         while self._outcome() is None:
@@ -296,7 +297,8 @@ class LayerElastic:
 
     def _on_step(self, real_step: Callable[[], Any]) -> Any:
         """The step boundary: everything that must happen on all ranks at the same step happens here."""
-        result, samples, stop = self._engine.step(real_step, self.agent.stop_requested())
+        wishes = Wishes(self.agent.stop_requested(), self._world.rank == 0 and self.agent.refresh_grant())
+        result, samples, agreed = self._engine.step(real_step, wishes)
         self.stepped = True
         at = self._at
         at.step += 1
@@ -305,11 +307,13 @@ class LayerElastic:
         at.effective_samples += self._engine.psi * samples
         if self._engine.sampler is not None:
             at.cursor += samples
+        if agreed.regrant:
+            self._enter_bounds()
         if self.tune_every_steps and at.step % self.tune_every_steps == 0:
             self._decide()
             self._engine.timer.reset()
         self._engine.prepare(at.cursor)
-        if stop:
+        if agreed.stop:
             self._save()
             self._leave()
         if self.checkpoint_every_steps and at.step % self.checkpoint_every_steps == 0:
@@ -319,15 +323,27 @@ class LayerElastic:
 
     # --- decisions
 
+    def _enter_bounds(self) -> None:
+        """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes."""
+        grant = self.agent.grant
+        depth, shared = self.frozen_layers, False
+        if grant is not None:
+            bounds = Bounds.of(len(self.layers), self.max_fraction, self.rule, grant)
+            depth, shared = min(max(depth, bounds.min_frozen), bounds.max_frozen), grant.shared
+        depth, self._engine.shared = self._world.from_rank0((depth, shared))
+        self._move(depth)
+
     def _decide(self) -> Decision:
         """Collective. Rank 0 decides, all apply."""
+        if self._world.rank == 0:
+            self.agent.refresh_grant()
+        self._enter_bounds()
         engine, at = self._engine, self._at
         step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
         nominal = engine.batch_per_gpu * self._world.size * engine.options.accum_steps
         throughput = nominal / step_s if step_s > 0 else 0.0
         mine: Proposal | None = None
         if self._world.rank == 0:
-            self.agent.refresh_grant()
             mine = self._decider.propose(
                 step=at.step,
                 config=self._config(),
@@ -340,7 +356,9 @@ class LayerElastic:
             )
         proposal: Proposal
         proposal, at.effective_samples = self._world.from_rank0((mine, at.effective_samples))
-        interval = Interval(step_s, throughput, engine.psi, *engine.profiler.sample_occupancy(engine.point()))
+        interval = Interval(
+            step_s, throughput, engine.psi, *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared)
+        )
         self._move(proposal.frozen_layers)
         at.outcome = self._outcome()
         if self._reporter.listened_to:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,13 @@ class EngineOptions:
     grad_scaler: Any = None
     max_grad_norm: float | None = None
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Wishes(NamedTuple):
+    """What the executor wants of the job, as far as one rank has noticed; agreed on with the step's own reduction."""
+
+    stop: bool
+    regrant: bool
 
 
 class Engine:
@@ -65,6 +72,7 @@ class Engine:
         self.wrapper: Wrapper | None = None
         self.sampler: ElasticSampler | None = None
         self.psi = 1.0
+        self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
         self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
         self._seen = 0  # samples of the micro-step in progress, from the model's input
         self._step_samples = 0
@@ -277,11 +285,11 @@ class Engine:
                 if param.grad is not None:
                     param.grad.mul_(factor)
 
-    def step(self, real_step: Callable[[], Any], wants_stop: bool) -> tuple[Any, int, bool]:
+    def step(self, real_step: Callable[[], Any], wishes: Wishes) -> tuple[Any, int, Wishes]:
         """Collective. One optimizer step: statistics, then the step itself.
 
         Returns:
-            (what the optimizer returned, M of this step in samples, whether any rank wants to stop).
+            (what the optimizer returned, M of this step in samples, the wishes of any rank).
 
         Raises:
             UserError: the batch size cannot be told from the model's input.
@@ -293,27 +301,27 @@ class Engine:
                 "cannot tell the batch size from the model's input",
                 "pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
             )
-        total, stop = self._observe(wants_stop)
+        total, agreed = self._observe(wishes)
         if self.options.max_grad_norm is not None:
             live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(live, self.options.max_grad_norm)
         result = real_step()
         times = self.timer.step_exit()
         full = self._step_samples == self.batch_per_gpu * self.options.accum_steps
-        if times is not None and full:
+        if times is not None and full and not self.shared:
             self.profiler.observe(self.point(), times)
-        return result, total, stop
+        return result, total, agreed
 
-    def _observe(self, wants_stop: bool) -> tuple[int, bool]:
-        mine = [float(self._step_samples), float(wants_stop)]
+    def _observe(self, wishes: Wishes) -> tuple[int, Wishes]:
+        mine = [float(self._step_samples), float(wishes.stop), float(wishes.regrant)]
         due = self.world.size > 1 and self.statistics.due
         local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
         sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), local])).cpu()
         total = round(float(sums[0]))
-        found = self.statistics.finish(np.asarray(sums[2:].numpy()) if due else None, total)
+        found = self.statistics.finish(np.asarray(sums[3:].numpy()) if due else None, total)
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
             self.refresh_psi()
-        return total, bool(sums[1] > 0)
+        return total, Wishes(bool(sums[1] > 0), bool(sums[2] > 0))
 
     def point(self) -> PointKey:
         """What the present steps are measured at."""

@@ -90,10 +90,13 @@ class Profiler:
         rest = max(times.step_s - times.bwd_s - times.sync_s, 1e-9)
         self._points.setdefault(key, _Recent()).rows.append([rest, times.bwd_s, times.sync_s, *times.ready_s])
 
-    def sample_occupancy(self, key: PointKey) -> tuple[float, float | None]:
-        """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown)."""
+    def sample_occupancy(self, key: PointKey, *, alone: bool = True) -> tuple[float, float | None]:
+        """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown).
+
+        What is measured beside another job on the GPU (``alone`` False) is returned, not learnt from.
+        """
         mem, util = _peak_bytes(self.device_type), self._utilisation()
-        if util is not None:
+        if util is not None and alone:
             self._occupancy[key] = (mem, util)
         return mem, util
 

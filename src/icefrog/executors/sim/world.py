@@ -166,7 +166,7 @@ def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:
     return _with_factors(params, [factor] * _NUM_FACTORS)
 
 
-_NUM_FACTORS = 10
+_NUM_FACTORS = 11
 
 
 def _with_factors(params: ThroughputParams, factors: list[float]) -> ThroughputParams:
@@ -181,6 +181,7 @@ def _with_factors(params: ThroughputParams, factors: list[float]) -> ThroughputP
                 intra_beta_s=sync.intra_beta_s * next(f),
                 inter_alpha_s=sync.inter_alpha_s * next(f),
                 inter_beta_s=sync.inter_beta_s * next(f),
+                pair_beta_s=sync.pair_beta_s * next(f),
             ),
             "flop_alpha_s": params.flop_alpha_s * next(f),
             "sync_alpha_s": params.sync_alpha_s * next(f),

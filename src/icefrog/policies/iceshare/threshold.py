@@ -47,7 +47,9 @@ def max_min(problem: Problem, graph: SharingGraph) -> float:
 
     Fairness is share / weight (weight * share under ``literal_weights``).
     """
-    if problem.num_jobs == 0 or problem.num_gpus == 0:
+    if problem.num_jobs == 0:
+        return 1.0
+    if problem.num_gpus == 0:
         return 0.0
     inside = problem.opt_gpus <= problem.num_gpus
     top = np.maximum.reduceat(np.where(inside, problem.opt_fairness, 0.0), problem.opt_ptr[:-1])
