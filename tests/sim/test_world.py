@@ -10,11 +10,12 @@ from worlds import workload
 
 from icefrog.candidate_cache import CandidateCache
 from icefrog.candidates import candidates
-from icefrog.estimate.throughput import step_s
+from icefrog.estimate.throughput import step_s, throughput
 from icefrog.executors.sim.world import World, WorldConfig, calibrated, sharing_speed
 from icefrog.profile import Profile
-from icefrog.testing.builders import cluster
+from icefrog.testing.builders import cluster, job_spec
 from icefrog.testing.policies import CONTRACT, Case, cases
+from icefrog.workloads import job_profile, load_catalogue
 
 WORK = workload(30)
 
@@ -84,3 +85,24 @@ def test_cached_candidates_are_the_candidates(case: Case) -> None:
             for now_s in (case.snapshot.now_s, case.snapshot.now_s + 777.7):
                 fresh = candidates(job, case.snapshot.cluster, now_s, freeze=freeze)
                 assert cache(job, case.snapshot.cluster, now_s, freeze=freeze) == fresh
+
+
+@pytest.mark.parametrize("name", sorted(load_catalogue()))
+def test_a_catalogue_job_on_two_nodes_takes_the_logged_time_too(name: str) -> None:
+    """Every term of the throughput model must be scaled with the rest, the one for exactly two nodes included."""
+    catalogue = load_catalogue()
+    batch = 8 * catalogue[name].profile.min_local_batch
+    spec = job_spec(
+        "a",
+        command=None,
+        workload=name,
+        gpus=(8,),
+        num_gpus=8,
+        batch={"global": batch},
+        max_epochs=10,
+        duration_s=3600.0,
+    )
+    where = cluster(2, 4)
+    truth = calibrated(spec, job_profile(spec, catalogue, 4), where)
+    samples = spec.max_epochs * truth.samples_per_epoch
+    assert samples / float(throughput(truth, 8, 2, batch / 8)) == pytest.approx(3600.0, rel=1e-3)
