@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+_RESERVED_ENV = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"})
+"""Which rank a process is and which GPUs are its own: what the scheduler decides (and ``ICEFROG_*``)."""
+
 JOB_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$"
 
 
@@ -123,6 +126,13 @@ class JobSpec(_Frozen):
         if len(set(gpus)) != len(gpus):
             raise ValueError("a GPU count is given twice")
         return tuple(sorted(gpus))
+
+    @field_validator("env")
+    @classmethod
+    def _not_reserved(cls, env: dict[str, str]) -> dict[str, str]:
+        if taken := [name for name in env if name in _RESERVED_ENV or name.startswith("ICEFROG_")]:
+            raise ValueError(f"{', '.join(taken)} is set by the scheduler for each rank")
+        return env
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:

@@ -238,7 +238,8 @@ _FORMS = {
     "weight": "a number above 0",
     "share": "true or false",
     "checkpoint": "the path of a folder",
-    "env": 'a mapping of names to texts, e.g. {OMP_NUM_THREADS: "1"} (numbers in quotes)',
+    "env": 'a mapping of names to texts, e.g. {OMP_NUM_THREADS: "1"} (numbers in quotes); '
+    "not RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, CUDA_VISIBLE_DEVICES, nor ICEFROG_*",
     "labels": "a mapping of names to texts",
     "cwd": "the path of a folder",
     "stop_grace_s": "a number of seconds from 0",

@@ -241,6 +241,8 @@ class ClusterState:
             )
         if isinstance(record, ev.JobFinished) and record.outcome == "target_missed":
             target = Phase.TARGET_MISSED
+        if isinstance(record, ev.JobCrashed) and job.phase is Phase.RESIZING and record.attempt == job.attempt:
+            target = Phase.PENDING  # the new attempt died before it was up; the old one has left its GPUs
         _update(job, record)
         if target is not job.phase:
             job.history.append(f"{job.phase} -{record.kind}@{record.time_s:.0f}s-> {target}")
@@ -255,6 +257,8 @@ class ClusterState:
             job.restart_asked_s = None  # a move that came to nothing; from here on it waits, which costs no restart
             if job.waiting_since_s is None:
                 job.waiting_since_s = now_s
+        if phase is Phase.CANCELLED:
+            job.reason = "cancelled"
         if phase in FINAL:
             job.finish_s = now_s
             if job.waiting_since_s is not None:

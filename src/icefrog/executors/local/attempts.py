@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from icefrog import events as ev
 from icefrog.executors.local import files, supervisor
+from icefrog.executors.local.text import plain
 from icefrog.runtime import protocol
 from icefrog.spec import JobSpec
 from icefrog.types import GpuId
@@ -23,6 +27,26 @@ class Life(Enum):
     NOT_BEGUN = auto()  # no supervisor has taken it up (yet)
     RUNNING = auto()  # a supervisor or ranks of it are there
     OVER = auto()  # it ran, and nothing of it is left
+
+
+class ExitRecord(BaseModel):
+    """``exit.json``, the supervisor's last word."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    exit_codes: list[int | None]
+    failed_rank: int | None = Field(ge=0)
+    stop_forwarded: bool
+    killed: bool
+    problem: str
+    time_s: float
+
+    def failure(self) -> tuple[int, int] | None:
+        """(rank, exit code) of the rank that failed first, if one did."""
+        if self.failed_rank is None:
+            return None
+        code = self.exit_codes[self.failed_rank] if self.failed_rank < len(self.exit_codes) else None
+        return self.failed_rank, 1 if code is None else code
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +94,7 @@ class Attempt:
 
     def exists(self) -> bool:
         """Whether it was written down completely."""
-        return (self.path / "launch.json").exists()
+        return os.path.exists(self.path / "launch.json")
 
     def create(self, spec: JobSpec, gpus: tuple[GpuId, ...], grant: ev.Grant, device_env: Mapping[str, str]) -> None:
         """Write down what to run; ``launch.json`` comes last and makes it valid. Doing it again changes nothing."""
@@ -84,13 +108,13 @@ class Attempt:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
+            **spec.env,
             **device_env,
             protocol.ENV_JOB_ID: spec.job_id,
             protocol.ENV_ATTEMPT: str(self.number),
             protocol.ENV_ATTEMPT_DIR: str(self.path),
             protocol.ENV_CHECKPOINT_DIR: str(checkpoint),
             protocol.ENV_GRANT: granted.model_dump_json(),
-            **spec.env,
         }
         launch = {
             "argv": argv(spec, grant, checkpoint),
@@ -110,26 +134,29 @@ class Attempt:
         files.write_json(self.path / protocol.GRANT_FILE, grant.model_dump_json())
 
     def read_grant(self) -> protocol.Grant | None:
-        """The bounds it was told last."""
-        found = files.read_record(self.path / protocol.GRANT_FILE)
-        return None if found is None else protocol.Grant.model_validate(found)
+        """The bounds it was told last; None where that cannot be read."""
+        try:
+            found = files.read_record(self.path / protocol.GRANT_FILE)
+            return None if found is None else protocol.Grant.model_validate(found)
+        except ValidationError:
+            return None
 
-    def gpus(self) -> tuple[GpuId, ...]:
-        """The GPUs it runs on."""
+    def holds(self) -> tuple[tuple[GpuId, ...], bool] | None:
+        """(the GPUs it runs on, whether as one of two on its GPU); None where that cannot be read."""
         launch = files.read_record(self.path / "launch.json")
-        return () if launch is None else tuple(GpuId(*gpu) for gpu in launch["gpus"])
-
-    def shared(self) -> bool:
-        """Whether it was started as one of two on its GPU."""
-        launch = files.read_record(self.path / "launch.json")
-        return launch is not None and bool(launch["shared"])
+        try:
+            gpus = () if launch is None else tuple(GpuId(int(node), int(device)) for node, device in launch["gpus"])
+            return None if launch is None else (gpus, bool(launch["shared"]))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
 
     def spawn(self) -> subprocess.Popen[bytes]:
         """Start a supervisor, in a session of its own: Ctrl-C at the controller's terminal is not for it.
 
         A second one for the same attempt gives up by itself, so starting one too many is harmless.
         """
-        with (self.path / "supervisor.log").open("ab") as log:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        with open(os.open(self.path / "supervisor.log", flags, 0o666), "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-I", "-S", supervisor.__file__, str(self.path)],
                 cwd=self.path,
@@ -141,55 +168,82 @@ class Attempt:
 
     def life(self) -> Life:
         """How far it is, told by the lock and the supervisor's files alone."""
-        pid = files.read_record(self.path / "supervisor.pid")
-        if pid is None:
-            if files.is_locked(self.job.lock):
+        known = self._supervisor()
+        if known is None:
+            if self._locked():
                 return Life.RUNNING
-            pid = files.read_record(self.path / "supervisor.pid")  # it may have run between the two looks
-            if pid is None:
-                return Life.NOT_BEGUN
-        if not self._has_exit() and supervisor.start_ticks(pid["pid"]) == pid["start_ticks"]:
+            known = self._supervisor()  # it may have run between the two looks
+            if known is None:  # not even begun, unless something is left where its files were
+                began = any(os.path.lexists(self.path / name) for name in ("supervisor.pid", "exit.json"))
+                return Life.OVER if began else Life.NOT_BEGUN
+        pid, ticks = known
+        if self.exit_record() is None and supervisor.start_ticks(pid) == ticks:
             return Life.RUNNING
-        return Life.RUNNING if files.is_locked(self.job.lock) else Life.OVER
+        return Life.RUNNING if self._locked() else Life.OVER
 
-    def _has_exit(self) -> bool:
-        return (self.path / "exit.json").exists()
+    def _locked(self) -> bool:
+        try:
+            return files.is_locked(self.job.lock)
+        except OSError:
+            return False
+
+    def _supervisor(self) -> tuple[int, int] | None:
+        """(process, when it started); None where that cannot be read."""
+        record = files.read_record(self.path / "supervisor.pid") or {}
+        pid, ticks = record.get("pid"), record.get("start_ticks")
+        return (pid, ticks) if isinstance(pid, int) and isinstance(ticks, int) and 0 < pid < 1 << 31 else None
+
+    def exit_record(self) -> ExitRecord | None:
+        """How its supervisor says it ended; None where that cannot be read."""
+        try:
+            return ExitRecord.model_validate(files.read_record(self.path / "exit.json"))
+        except ValidationError:
+            return None
+
+    def exit_damaged(self) -> bool:
+        """Whether something else lies where ``exit.json`` should be."""
+        return os.path.lexists(self.path / "exit.json") and self.exit_record() is None
 
     def orphaned(self) -> bool:
         """Whether ranks may be left whose supervisor was killed."""
-        pid = files.read_record(self.path / "supervisor.pid")
-        return pid is not None and not self._has_exit() and supervisor.start_ticks(pid["pid"]) != pid["start_ticks"]
+        known = self._supervisor()
+        return known is not None and self.exit_record() is None and supervisor.start_ticks(known[0]) != known[1]
 
     def kill_orphans(self) -> int:
-        """End what a killed supervisor left behind; how many processes that were."""
+        """End whatever is left of it, its supervisor included; how many processes that were."""
         left = files.stragglers(self.job.lock, f"{protocol.ENV_ATTEMPT_DIR}={self.path}")
         files.kill(left)
         return len(left)
 
     def ask_stop(self) -> None:
-        """Ask it to save a checkpoint and leave; asking again changes nothing."""
-        stop = self.path / protocol.STOP_FILE
-        if self.path.is_dir() and not stop.exists():
-            stop.touch()
+        """Ask it to save a checkpoint and leave; asking again changes nothing. One that cannot be asked is ended."""
+        self._ask(protocol.STOP_FILE)
 
     def ask_kill(self) -> None:
         """End it without a checkpoint."""
-        (self.path / "kill").touch()
+        self._ask("kill")
+
+    def _ask(self, name: str) -> None:
+        try:
+            if not os.path.exists(self.path / name):
+                (self.path / name).touch()
+        except OSError:  # it has spoilt its own folder, where nothing can reach it any more
+            self.kill_orphans()
 
     def up_since_s(self) -> float | None:
-        """When its ranks were all started, s since the epoch."""
-        ranks = files.read_record(self.path / "ranks.json")
-        return None if ranks is None else float(ranks["time_s"])
+        """When its ranks were all started, s since the epoch; None where that cannot be read."""
+        since_s = (files.read_record(self.path / "ranks.json") or {}).get("time_s")
+        return since_s if isinstance(since_s, float) and math.isfinite(since_s) else None
 
     def last_words(self) -> str:
         """The last line of its log that says something."""
         try:
-            with self.log.open("rb") as file:
+            with files.open_regular(self.log) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return ""
-        return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")
+        return next((words[:200] for line in reversed(lines) if (words := plain(line))), "")
 
 
 def job_grant(spec: JobSpec, grant: ev.Grant) -> protocol.Grant:

@@ -6,6 +6,7 @@ controller dies and another one takes over.
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from icefrog.driver import Clock
 from icefrog.executors.local.attempts import Attempt, JobFolder, Life, job_grant
 from icefrog.executors.local.reports import Ending, Story, Tail, ending, progress_event, started_event
 from icefrog.executors.local.slots import Devices
+from icefrog.executors.local.text import plain
 from icefrog.runtime import protocol
 from icefrog.spec import JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
@@ -46,6 +48,7 @@ class Current:
     story: Story = field(default_factory=Story)
     child: subprocess.Popen[bytes] | None = None  # its supervisor, if this process started it
     spawns: int = 0
+    note: str = ""  # a warning that is still to be told
 
     @property
     def number(self) -> int:
@@ -60,6 +63,8 @@ class Job:
     spec: JobSpec
     folder: JobFolder
     goal: Goal
+    latest_s: float
+    """Time of its last event, or of the command that began it: its events never go back behind it."""
     current: Current | None = None
 
     @property
@@ -97,7 +102,8 @@ class LocalExecutor:
             if job.phase is Phase.PENDING:
                 continue
             goal = Goal(job.attempt, job.gpus, job.grant) if job.phase in GRANTED else Goal(job.attempt)
-            self._jobs[job.job_id] = taken = Job(job.spec, self._folder(job.job_id), goal)
+            latest_s = job.submit_s if job.holding is None else job.holding.since_s
+            self._jobs[job.job_id] = taken = Job(job.spec, self._folder(job.job_id), goal, latest_s)
             taken.current = self._adopt_current(taken, job)
             self._tell_bounds(taken)
 
@@ -112,20 +118,25 @@ class LocalExecutor:
                 job.goal = goal
                 self._tell_bounds(job)
             elif isinstance(command, ev.Start | ev.Resize):
-                self._jobs[command.job_id] = Job(self._spec(command.job_id), self._folder(command.job_id), goal)
+                folder = self._folder(command.job_id)
+                self._jobs[command.job_id] = Job(self._spec(command.job_id), folder, goal, command.time_s)
 
     def poll(self, until_s: float) -> list[ev.Event]:
         """What happened since the last call; does not wait."""
-        found: list[tuple[float, ev.Event]] = []
+        found: list[ev.Event] = []
         for job in list(self._jobs.values()):  # first whoever leaves, so that its GPUs are free for the others
-            latest_s = 0.0
-            for event in self._observe(job):
-                latest_s = max(latest_s, event.time_s)  # a job's own events keep their order, whatever its clock did
-                found.append((latest_s, event))
+            found += [self._timed(job, event) for event in self._observe(job)]
         for job in list(self._jobs.values()):
             if job.current is None and job.goal.grant is not None and self._free(job):
-                found += [(event.time_s, event) for event in self._begin(job)]
-        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+                found += [self._timed(job, event) for event in self._begin(job)]
+        return sorted(found, key=lambda event: event.time_s)
+
+    def _timed(self, job: Job, event: ev.Event) -> ev.Event:
+        """The event, not before the job's last one and not in the future, whatever the job's clock says."""
+        now_s = self._clock.now_s()
+        told_s = event.time_s if math.isfinite(event.time_s) else now_s
+        job.latest_s = max(job.latest_s, min(told_s, now_s))
+        return event if event.time_s == job.latest_s else event.model_copy(update={"time_s": job.latest_s})
 
     def idle(self) -> bool:
         """Whether nothing runs, nor should."""
@@ -157,10 +168,14 @@ class LocalExecutor:
             return None
         announced = held is not None
         offset = state.report_offset if announced else 0
-        return self._current(attempt, announced=announced, told_offset=offset)
+        # Of an attempt that spoilt its folder the log still knows what it may run on.
+        known = (held.gpus, held.shared) if held is not None and held.gpus else (job.goal.gpus, state.shared)
+        on, shared = attempt.holds() or known
+        return Current(attempt, on, shared, announced, offset, tail=Tail(attempt.reports))
 
-    def _current(self, attempt: Attempt, *, announced: bool = False, told_offset: int = 0) -> Current:
-        return Current(attempt, attempt.gpus(), attempt.shared(), announced, told_offset, tail=Tail(attempt.reports))
+    def _new(self, job: Job, attempt: Attempt) -> Current:
+        assert job.goal.grant is not None
+        return Current(attempt, job.goal.gpus, job.goal.grant.shared, False, 0, tail=Tail(attempt.reports))
 
     # -- one job, one look -------------------------------------------------------------------------------------------------
 
@@ -170,13 +185,17 @@ class LocalExecutor:
             return self._nothing_runs(job)
         if current.child is not None:
             current.child.poll()  # no zombies
+        notes: list[ev.Event] = []
+        if current.announced and current.note:
+            notes = [self._warned(job, current, current.note)]
+            current.note = ""
         life = self._life(current)  # before the reports: once it is over, they are complete
         wanted = job.goal.grant is not None and current.number == job.goal.attempt
         if not wanted and life is not Life.OVER:
             current.attempt.ask_stop()
             if life is Life.NOT_BEGUN:  # a supervisor that comes late finds the request and leaves at once
                 life = self._life(current)
-        events = self._read_reports(job, current, wanted)
+        events = notes + self._read_reports(job, current, wanted)
         match life:
             case Life.OVER:
                 events += self._over(job, current, wanted)
@@ -187,9 +206,9 @@ class LocalExecutor:
                 events += self._nothing_runs(job)
             case Life.RUNNING:
                 now_s = self._clock.now_s()
-                silent = now_s - self._up_since_s(current, now_s) >= self._silent_s
-                if wanted and not current.announced and silent:
-                    events.append(self._announce(job, current, now_s))
+                since_s = self._up_since_s(current, now_s)
+                if wanted and not current.announced and now_s - since_s >= self._silent_s:
+                    events.append(self._announce(job, current, since_s))  # it has used its GPUs since then
         return events
 
     def _life(self, current: Current) -> Life:
@@ -197,8 +216,8 @@ class LocalExecutor:
         life = current.attempt.life()
         if life is not Life.NOT_BEGUN and current.attempt.orphaned() and current.attempt.kill_orphans():
             return Life.RUNNING
-        if life is Life.NOT_BEGUN and current.announced:
-            return Life.OVER  # the log saw it run, yet its folder is gone
+        if life is Life.NOT_BEGUN and current.announced:  # the log saw it run, yet its folder is gone
+            return Life.RUNNING if current.attempt.kill_orphans() else Life.OVER
         return life
 
     def _nothing_runs(self, job: Job) -> list[ev.Event]:
@@ -218,8 +237,6 @@ class LocalExecutor:
             started = isinstance(report, protocol.Started)
             if not current.announced and not (started and wanted):
                 continue
-            time_s = self._clock.now_s() if isinstance(report, str) else report.time_s
-            common = {"time_s": time_s, "job_id": job.job_id, "attempt": current.number}
             match report:
                 case protocol.Started() if not current.announced:
                     events.append(started_event(job.spec, current.number, report, offset))
@@ -227,14 +244,24 @@ class LocalExecutor:
                 case protocol.Started() | protocol.Progress():
                     events.append(progress_event(job.spec, current.number, report, offset))
                 case protocol.Warned():
-                    events.append(ev.JobWarned(**common, report_offset=offset, message=report.message))
+                    events.append(self._warned(job, current, plain(report.message), offset, report.time_s))
                 case str():
-                    message = f"a line of its reports cannot be read: {report}"
-                    events.append(ev.JobWarned(**common, report_offset=offset, message=message))
+                    events.append(self._warned(job, current, f"a line of its reports cannot be read: {report}", offset))
                 case _:
                     continue
             current.told_offset = offset
         return events
+
+    def _warned(
+        self, job: Job, current: Current, message: str, offset: int | None = None, time_s: float | None = None
+    ) -> ev.JobWarned:
+        return ev.JobWarned(
+            time_s=self._clock.now_s() if time_s is None else time_s,
+            job_id=job.job_id,
+            attempt=current.number,
+            report_offset=current.told_offset if offset is None else offset,
+            message=message,
+        )
 
     def _up_since_s(self, current: Current, default_s: float) -> float:
         since_s = current.attempt.up_since_s()
@@ -256,8 +283,8 @@ class LocalExecutor:
         if wanted:
             del self._jobs[job.job_id]
             endings = self._ending_events(job, current, end)
-            if current.announced:
-                return endings
+            if current.announced or (end.kind == "crashed" and current.attempt.up_since_s() is None):
+                return endings  # one whose ranks never ran was never up
             return [self._announce(job, current, self._up_since_s(current, end.time_s)), *endings]
         if current.announced:
             if end.kind == "finished" or job.goal.grant is None:
@@ -292,13 +319,13 @@ class LocalExecutor:
         assert goal.grant is not None
         attempt = job.folder.attempt(goal.attempt)
         devices = self._devices.env([gpu.device for gpu in goal.gpus])
-        current = self._current(attempt)
+        current = self._new(job, attempt)
         try:
             attempt.create(job.spec, goal.gpus, goal.grant, devices)
         except OSError as error:
             return self._cannot_begin(job, current, f"cannot write {error.filename}: {error.strerror}")
-        job.current = self._current(attempt)
-        return self._spawn(job, job.current)
+        job.current = current
+        return self._spawn(job, current)
 
     def _spawn(self, job: Job, current: Current) -> list[ev.Event]:
         """Start a supervisor, unless one is on its way."""
@@ -317,9 +344,8 @@ class LocalExecutor:
     def _cannot_begin(self, job: Job, current: Current, reason: str) -> list[ev.Event]:
         """A crash like any other: the controller gives the job up when it comes too often."""
         del self._jobs[job.job_id]
-        now_s = self._clock.now_s()
-        common = {"time_s": now_s, "job_id": job.job_id, "attempt": current.number}
-        return [self._announce(job, current, now_s), ev.JobCrashed(**common, reason=reason)]
+        common = {"time_s": self._clock.now_s(), "job_id": job.job_id, "attempt": current.number}
+        return [ev.JobCrashed(**common, reason=plain(reason))]
 
     def _tell_bounds(self, job: Job) -> None:
         """Write new bounds where the running attempt finds them."""
@@ -329,7 +355,10 @@ class LocalExecutor:
         current.shared = grant.shared
         told = job_grant(job.spec, grant)
         if current.attempt.read_grant() != told:
-            current.attempt.write_grant(told)
+            try:
+                current.attempt.write_grant(told)
+            except OSError as error:
+                current.note = f"cannot be told its new bounds: {error.strerror}: {error.filename}"
 
 
 def _goal(command: ev.AnyCommand, job: Job | None) -> Goal:

@@ -7,15 +7,21 @@ import fcntl
 import json
 import os
 import signal
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_MAX_RECORD_BYTES = 1 << 24
 
 
 def write_json(path: Path, value: Mapping[str, Any] | str) -> None:
     """Replace a file in one step: a reader sees the old content or the new one. A ``str`` is written as it is."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(value if isinstance(value, str) else json.dumps(value))
+    # O_NONBLOCK: a pipe that a job put there is an error and not a wait for its reader.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+    with open(handle, "w", encoding="utf-8") as file:
+        file.write(value if isinstance(value, str) else json.dumps(value))
     temporary.replace(path)
 
 
@@ -29,11 +35,25 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Like :func:`read_json`, for what a process left behind: a file that a power failure emptied counts as missing."""
+    """Like :func:`read_json`, for what a job may have meddled with: whatever is no JSON object in a file counts as missing.
+
+    A power failure may have emptied it, the job may have replaced it: a folder, a pipe, a loop of links, another's file.
+    """
     try:
-        return read_json(path)
-    except ValueError:
+        with open_regular(path) as file:
+            value = json.loads(file.read(_MAX_RECORD_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
+    return value if isinstance(value, dict) else None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. Raises ``OSError`` for anything but a regular file; never waits, as opening a pipe would."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is not a file")
+    return open(handle, "rb")
 
 
 def try_lock(path: Path) -> int | None:
@@ -50,7 +70,7 @@ def try_lock(path: Path) -> int | None:
 def is_locked(path: Path) -> bool:
     """Whether some process holds the lock. Those who take it try for longer than this test does."""
     try:
-        lock = os.open(path, os.O_RDONLY)
+        lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

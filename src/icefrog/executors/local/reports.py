@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,11 @@ from pydantic import ValidationError
 from icefrog import events as ev
 from icefrog.executors.local import files
 from icefrog.executors.local.attempts import Attempt
+from icefrog.executors.local.text import plain
 from icefrog.runtime import protocol
 from icefrog.spec import JobSpec
+
+_MAX_READ_BYTES = 1 << 24  # at a time; a line as long as this is none
 
 
 @dataclass(slots=True)
@@ -26,19 +30,46 @@ class Tail:
     def read(self) -> Iterator[tuple[protocol.AnyReport | str, int]]:
         """(report, or the text of a line that is none; offset behind it)."""
         try:
-            with self.path.open("rb") as file:
+            with files.open_regular(self.path) as file:
                 file.seek(self.offset)
-                data = file.read()
-        except FileNotFoundError:
+                data = file.read(_MAX_READ_BYTES)
+        except OSError:  # not there, or not a file
             return
-        for line in data.splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                return
-            self.offset += len(line)
+        *lines, rest = data.split(b"\n")
+        if not lines and len(rest) == _MAX_READ_BYTES:
+            self.offset += len(rest)
+            yield plain(rest[:80].decode(errors="replace")), self.offset
+        for line in lines:
+            self.offset += len(line) + 1
             try:
-                yield protocol.decode(line), self.offset
+                report = protocol.decode(line)
             except ValidationError:
-                yield line[:80].decode(errors="replace").strip(), self.offset
+                yield plain(line[:80].decode(errors="replace")), self.offset
+            else:
+                problem = nonsense(report)
+                yield f"{problem} in a report of kind {report.kind}" if problem else report, self.offset
+
+
+def nonsense(report: protocol.AnyReport) -> str:
+    """What is wrong with a report that has the right form: numbers that no job can have; empty if nothing is."""
+    numbers = report.model_dump(include={"effective_samples", "remaining_samples", "psi", "throughput", "epoch"})
+    for name, value in numbers.items():
+        if value is not None and not 0 <= value < 1e18:
+            return f"{name} {value!r:.40}"
+    if isinstance(report, protocol.Started) and not 0 <= (report.samples_per_epoch or 0) < 1e15:
+        return f"samples_per_epoch {report.samples_per_epoch!r:.40}"
+    if isinstance(report, protocol.Started | protocol.Progress):
+        depth = math.inf if report.profile is None else report.profile.num_layers
+        if not 0 <= report.frozen_layers <= min(depth, 1e6):
+            return f"frozen_layers {report.frozen_layers!r:.40}"
+    if isinstance(report, protocol.Progress):
+        given = [values for values in (report.variance, report.sqr_norm) if values is not None]
+        if any(not 0 <= value < math.inf for values in given for value in values):
+            return "statistics that are not numbers from 0 on"
+        lengths = {len(values) for values in given} | ({report.profile.num_layers} if report.profile else set())
+        if given and len(lengths) > 1:
+            return "statistics of another length than its layers"
+    return ""
 
 
 @dataclass(slots=True)
@@ -101,35 +132,50 @@ class Ending:
 def ending(attempt: Attempt, spec: JobSpec, story: Story, now_s: float) -> Ending:
     """Judge an attempt that is over.
 
-    Its own last word counts first. Without one: exit 0 counts as done (the target, where there is one, is compared with the
-    last metric reported), leaving after a request to stop as stopped, anything else as a crash.
+    Its own last word counts first, though not against the target in its specification. Without one: exit 0 counts as done
+    (the target, where there is one, is compared with the last metric reported), leaving after a request to stop as
+    stopped, anything else as a crash.
     """
-    record = files.read_record(attempt.path / "exit.json")
+    record = attempt.exit_record()
     samples = story.checkpoint_samples
-    time_s = now_s if record is None else float(record["time_s"])
+    time_s = now_s if record is None else record.time_s
     if story.finished is not None:
-        done = story.finished
-        return Ending("finished", time_s, "", 0, done.outcome, done.metric, done.effective_samples)
+        return _finished(spec, story.finished, None if record is None else record.failure(), time_s)
     if story.stopped is not None:
         return Ending("stopped", time_s, effective_samples=samples)
     if record is None:
-        return Ending("crashed", time_s, "its supervisor was killed", effective_samples=samples)
-    if record["problem"] and not record["stop_forwarded"]:
-        return Ending("crashed", time_s, record["problem"], effective_samples=samples)
+        damaged = ", or its exit.json was damaged" if attempt.exit_damaged() else ""
+        return Ending("crashed", time_s, f"its supervisor was killed{damaged}", effective_samples=samples)
+    if record.problem and not record.stop_forwarded:
+        return Ending("crashed", time_s, plain(record.problem), effective_samples=samples)
     foreign = story.started is None
-    if record["stop_forwarded"] and (foreign or (record["failed_rank"] is None and not record["killed"])):
+    if record.stop_forwarded and (foreign or (record.failed_rank is None and not record.killed)):
         return Ending("stopped", time_s, effective_samples=samples)
-    if record["killed"]:
+    if record.killed:
         reason = f"did not leave within {spec.stop_grace_s:g} s of being asked to, and was killed"
         return Ending("crashed", time_s, reason, effective_samples=samples)
-    if record["failed_rank"] is None:
+    failure = record.failure()
+    if failure is None:
         return _exited_well(spec, story, time_s)
-    rank = record["failed_rank"]
-    code = int(record["exit_codes"][rank])
-    how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
     words = attempt.last_words()
-    reason = f"rank {rank} {how}" + (f": {words}" if words else "")
-    return Ending("crashed", time_s, reason, code, effective_samples=samples)
+    reason = _how(failure) + (f": {words}" if words else "")
+    return Ending("crashed", time_s, reason, failure[1], effective_samples=samples)
+
+
+def _how(failure: tuple[int, int]) -> str:
+    rank, code = failure
+    return f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} exited with {code}"
+
+
+def _finished(spec: JobSpec, done: protocol.Finished, failure: tuple[int, int] | None, time_s: float) -> Ending:
+    """It says that it is done. That it fails afterwards loses nothing, yet should be known."""
+    notes = [] if failure is None else [f"{_how(failure)} after it had reported its result, which counts"]
+    outcome = done.outcome
+    short = spec.target is not None and done.metric is not None and not spec.target.reached(done.metric)
+    if spec.target is not None and short and outcome == "completed":
+        outcome = "target_missed"
+        notes.append(f"reported as completed with {done.metric:g}, which misses its target {spec.target.value:g}")
+    return Ending("finished", time_s, "", 0, outcome, done.metric, done.effective_samples, notes)
 
 
 def _exited_well(spec: JobSpec, story: Story, time_s: float) -> Ending:
@@ -169,12 +215,11 @@ def progress_event(
             reason="first report",
             profile=report.profile,
         )
-    remaining = report.remaining_samples
     return ev.ProgressReported(
         **common,
         epoch=report.epoch,
         effective_samples=report.effective_samples,
-        total_samples=None if remaining is None else report.effective_samples + remaining,
+        total_samples=_total_seen(spec, report),
         metric=report.metric,
         frozen_layers=report.frozen_layers,
         psi=report.psi,
@@ -183,10 +228,17 @@ def progress_event(
         util_pct=report.util_pct,
         variance=report.variance,
         sqr_norm=report.sqr_norm,
-        reason=report.reason,
+        reason=plain(report.reason),
         profile=report.profile,
     )
 
 
 def _total(spec: JobSpec, report: protocol.Started) -> float | None:
     return None if report.samples_per_epoch is None else float(spec.max_epochs * report.samples_per_epoch)
+
+
+def _total_seen(spec: JobSpec, report: protocol.Progress) -> float | None:
+    """P0 as far as a progress report tells it. What remains is never below 0, so at 0 it says nothing of P0."""
+    if report.remaining_samples:
+        return report.effective_samples + report.remaining_samples
+    return None if report.profile is None else float(spec.max_epochs * report.profile.samples_per_epoch)

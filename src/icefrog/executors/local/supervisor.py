@@ -62,8 +62,9 @@ class Supervisor:
         else:
             try:
                 self._start(lock)
-            except OSError as error:
-                problem = f"cannot start: {error.strerror}: {error.filename or self.launch['argv'][0]}"
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
+                problem = f"cannot start {self.launch['argv'][0]} in {self.launch['cwd']}: {what}"
         self._watch()
         self._sweep()
         self._write(
@@ -93,7 +94,8 @@ class Supervisor:
 
     def _start(self, lock: int) -> None:
         count = int(self.launch["num_ranks"])
-        shared_env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        shared_env = {**os.environ, **self.launch["env"], **gang}
         parent = os.getpid()
 
         def child() -> None:
@@ -110,7 +112,7 @@ class Supervisor:
                         subprocess.Popen(
                             self.launch["argv"],
                             cwd=self.launch["cwd"],
-                            env={**shared_env, **numbers, **self.launch["env"]},
+                            env={**shared_env, **numbers},
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=log,
