@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,7 +24,7 @@ from icefrog.home import Home, Settings
 from icefrog.livequery import JobRow, explain, follow_log, job_rows, log_paths
 from icefrog.policies import make_policy
 from icefrog.spec import JobSpec
-from icefrog.state import ClusterState
+from icefrog.state import ClusterState, Phase
 
 __all__ = [
     "Home",
@@ -92,6 +92,8 @@ class UpResult:
     unfinished: tuple[str, ...]
     left_running: bool
     """Whether a process is left that did not even die when killed (or belongs to another user)."""
+    failed: tuple[str, ...] = ()
+    """Jobs that ended as failed or short of their target while this controller ran."""
 
 
 class _Signals:
@@ -157,6 +159,7 @@ def up(
         executor = LocalExecutor(home.jobs_dir, devices_of(settings.cluster), clock)
         home.save_settings(settings)
         state = home.replay(log, settings.cluster)
+        before = {job.job_id for job in state.jobs.values() if job.finished}
         config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s)
         controller = Controller(state, chosen, CandidateCache(), config)
         signals = _Signals()
@@ -183,14 +186,20 @@ def up(
                     _leave(controller, executor, log, clock, NoView())
                     raise
                 if signals.count == 0:
-                    return UpResult("idle", tuple(state.active), left_running=False)
+                    return UpResult("idle", tuple(state.active), left_running=False, failed=_failed(state, before))
                 signals.hurry = executor.hurry
-                return _leave(controller, executor, log, clock, watcher)
+                left = _leave(controller, executor, log, clock, watcher)
+                return replace(left, failed=_failed(state, before))
         except StallError as error:
             raise UserError(str(error), "`icefrog explain JOB` says what each of them waits for") from error
         finally:
             executor.close()
             watcher.close()
+
+
+def _failed(state: ClusterState, before: set[str]) -> tuple[str, ...]:
+    bad = (Phase.FAILED, Phase.TARGET_MISSED)
+    return tuple(job.job_id for job in state.jobs.values() if job.phase in bad and job.job_id not in before)
 
 
 def _settings(

@@ -10,7 +10,9 @@ from icefrog import events as ev
 from icefrog.driver import RealClock
 from icefrog.errors import UserError
 from icefrog.executors.local.attempts import JobFolder
+from icefrog.executors.local.files import open_regular
 from icefrog.executors.local.slots import local_cluster
+from icefrog.executors.local.text import plain
 from icefrog.home import Home
 from icefrog.state import FINAL, GRANTED, ClusterState, JobState, Phase
 from icefrog.types import GpuId
@@ -65,7 +67,7 @@ def row_of(job: JobState, now_s: float) -> JobRow:
         epoch=job.epoch,
         max_epochs=job.spec.max_epochs,
         metric=job.metric,
-        target=None if target is None else f"{target.metric} {'>=' if target.mode == 'max' else '<='} {target.value:g}",
+        target=None if target is None else plain(f"{target.metric} {_SIGNS[target.mode]} {target.value:g}"),
         frozen_layers=job.frozen_layers,
         num_layers=None if job.profile is None else job.profile.num_layers,
         psi=job.psi,
@@ -78,8 +80,11 @@ def row_of(job: JobState, now_s: float) -> JobRow:
         first_start_s=job.first_start_s,
         finish_s=job.finish_s,
         queue_s=job.queue_s + waiting,
-        reason=job.reason,
+        reason=plain(job.reason),
     )
+
+
+_SIGNS = {"max": ">=", "min": "<="}
 
 
 def load_state(home: Home) -> ClusterState:
@@ -124,7 +129,7 @@ def explain(home: Home, job_id: str) -> list[str]:
     state = load_state(home)
     job = _find(state, job_id)
     now_s = RealClock().now_s()
-    lines = [f"{job_id}: {job.phase}{_where(job)}", f"  why: {job.reason}"]
+    lines = [f"{job_id}: {job.phase}{_where(job)}", f"  why: {plain(job.reason)}"]
     if job.cancel_requested and not job.finished:
         lines.append("  a request to cancel it is on its way")
     if not job.finished and home.controller_pid() is None:
@@ -184,11 +189,14 @@ def _numbers(job: JobState, now_s: float) -> list[str]:
         target = "" if row.target is None else f" (target {row.target})"
         of = "" if row.num_layers is None else f" of {row.num_layers}"
         lines.append(
-            f"  epoch {row.epoch} of at most {row.max_epochs}{metric}{target}; {row.frozen_layers}{of} layers frozen, "
+            f"  epoch {row.epoch}{metric}{target}; {row.frozen_layers}{of} layers frozen, "
             f"penalty psi {row.psi:.3f}, {row.throughput:.0f} samples/s"
         )
     if row.total_samples:
-        lines.append(f"  {row.effective_samples:.0f} of {row.total_samples:.0f} effective samples")
+        # A pass with layers frozen counts for less than an epoch, so there may be more passes than max_epochs; and the
+        # last interval may go beyond P0.
+        done, total = row.effective_samples, row.total_samples
+        lines.append(f"  {done:.0f} effective samples; it ends at {total:.0f}, {row.max_epochs} full epochs' worth")
     return lines
 
 
@@ -207,7 +215,8 @@ def history(job: JobState, records: list[ev.AnyRecord]) -> list[str]:
 
 def told(record: ev.AnyRecord, depth: int) -> str | None:
     """What a record means for its job, in a line; None where that is nothing new. ``depth``: layers frozen before it."""
-    because = f": {getattr(record, 'reason', '')}" if getattr(record, "reason", "") else ""
+    reason = plain(getattr(record, "reason", ""))
+    because = f": {reason}" if reason else ""
     match record:
         case ev.JobSubmitted():
             return "submitted"
@@ -229,7 +238,7 @@ def told(record: ev.AnyRecord, depth: int) -> str | None:
             verb = "freezes" if record.frozen_layers > depth else "un-freezes"
             return f"epoch {record.epoch}: {verb} {depth} -> {record.frozen_layers} layers{because}"
         case ev.JobWarned():
-            return f"warning: {record.message}"
+            return f"warning: {plain(record.message)}"
         case ev.JobStopped():
             return f"attempt {record.attempt} left its GPUs"
         case ev.JobCrashed():
@@ -265,7 +274,7 @@ def log_paths(home: Home, job_id: str) -> list[Path]:
     job = _find(load_state(home), job_id)
     folder = JobFolder(home.jobs_dir / job_id)
     logs = (folder.attempt(number).log for number in range(1, job.attempt + 1))
-    return [log for log in logs if log.exists()]
+    return [log for log in logs if log.is_file()]
 
 
 def follow_log(home: Home, job_id: str, *, poll_s: float = 0.5) -> Iterator[str]:
@@ -293,10 +302,11 @@ def follow_log(home: Home, job_id: str, *, poll_s: float = 0.5) -> Iterator[str]
 
 def _read_on(path: Path, read: dict[Path, int]) -> str:
     """What was added to a file since the last time."""
-    if not path.exists():
+    try:
+        with open_regular(path) as file:
+            file.seek(read.get(path, 0))
+            data = file.read()
+    except OSError:
         return ""
-    with path.open("rb") as file:
-        file.seek(read.get(path, 0))
-        data = file.read()
     read[path] = read.get(path, 0) + len(data)
     return data.decode(errors="replace")

@@ -185,7 +185,7 @@ def _layers(row: JobRow) -> str:
 _COLUMNS = (
     _Column("phase", lambda row: Text(row.phase, style=_STYLES[Phase(row.phase)]), 13, 0, right=False),
     _Column("GPUs", lambda row: "1/2" if row.shared else str(len(row.gpus) or "-"), 4, 1),
-    _Column("epoch", _once_started(lambda row: f"{row.epoch}/{row.max_epochs}"), 7, 2),
+    _Column("epoch", _once_started(lambda row: str(row.epoch)), 5, 2),
     _Column("metric", _number, 6, 3),
     _Column("target", lambda row: row.target or "-", 16, 6),
     _Column("frozen", _once_started(_layers), 6, 4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +31,8 @@ def _me(home: Path | None) -> str:
     """How the user calls us, for hints that can be pasted."""
     program = sys.argv[0] if Path(sys.argv[0]).name == "icefrog" else "icefrog"
     program = os.path.relpath(program) if os.sep in program else program
-    return f"{program} {{}}" + (f" --home {home}" if home is not None else "")
+    where = "" if home is None else f" --home {shlex.quote(str(home))}"
+    return "{} {{}}{}".format(*(part.replace("{", "{{").replace("}", "}}") for part in (shlex.quote(program), where)))
 
 
 @click.command()
@@ -41,7 +43,9 @@ def _me(home: Path | None) -> str:
 )
 @click.option("--slots", type=click.IntRange(1, 1024), help="CPU slots to use as GPUs. Default: GPUs, else one a core.")
 @click.option("--round", "round_s", type=click.FloatRange(min=1.0), help="Seconds between rounds.")
-@click.option("--until-idle", is_flag=True, help="Return when every job is finished.")
+@click.option(
+    "--until-idle", is_flag=True, help="Return when every job is finished; 1 if one failed or missed its target."
+)
 @click.option("--detach", "-d", is_flag=True, help="Run in the background; `icefrog down` stops it.")
 def up(
     home: Path | None,
@@ -77,7 +81,13 @@ def up(
     )
     if result.unfinished:
         click.echo(f"{len(result.unfinished)} jobs are not finished; go on with: {_me(home).format('up')}")
-    return 130 if result.why == "signal" and until_idle else 0
+    if result.failed and until_idle:
+        click.echo(
+            f"failed or short of their target: {', '.join(result.failed)}; see: {_me(home).format('explain JOB')}"
+        )
+    if until_idle:
+        return 130 if result.why == "signal" else int(bool(result.failed))
+    return 0
 
 
 def _detach(home: Path | None, place: Any) -> int:
