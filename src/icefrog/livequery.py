@@ -196,7 +196,7 @@ def _numbers(job: JobState, now_s: float) -> list[str]:
         # A pass with layers frozen counts for less than an epoch, so there may be more passes than max_epochs; and the
         # last interval may go beyond P0.
         done, total = row.effective_samples, row.total_samples
-        lines.append(f"  {done:.0f} effective samples; it ends at {total:.0f}, {row.max_epochs} full epochs' worth")
+        lines.append(f"  {done:.0f} effective samples; P0, where it ends at the latest, is {total:.0f}")
     return lines
 
 

@@ -131,7 +131,7 @@ class JobSpec(_Frozen):
     @classmethod
     def _not_reserved(cls, env: dict[str, str]) -> dict[str, str]:
         if taken := [name for name in env if name in _RESERVED_ENV or name.startswith("ICEFROG_")]:
-            raise ValueError(f"{', '.join(taken)} is set by the scheduler for each rank")
+            raise ValueError(f"the scheduler sets {', '.join(taken)} for each rank")
         return env
 
     @model_validator(mode="after")

@@ -140,3 +140,13 @@ def test_clusters(tmp_path):
 def test_wrong_cluster_texts(text):
     with pytest.raises(UserError):
         parse_cluster(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "ICEFROG_GRANT"],
+)
+def test_variables_that_the_scheduler_sets_are_refused(tmp_path, name):
+    with pytest.raises(UserError, match=rf":11: env: the scheduler sets {name}") as error:
+        load_job(write(tmp_path, GOOD.replace("OMP_NUM_THREADS", name)))
+    assert "ICEFROG_*" in error.value.hint

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from local_rig import job_processes, job_spec
 from rich.console import Console
 
 from icefrog import live
+from icefrog.cli.main import root as cli
 from icefrog.driver import RealClock
 from icefrog.errors import UserError
 from icefrog.executors.local import files
@@ -300,3 +303,55 @@ def test_the_replayed_state_is_the_controller_s(home: live.Home, monkeypatch: py
         kinds = {record.kind for record in log.read_all()}
     assert vars(replayed)["jobs"] == vars(seen["controller"].state)["jobs"]
     assert {"plan_decided", "start", "progress_reported"} <= kinds
+
+
+def test_jobs_that_end_badly_are_told_by_the_result_and_the_exit_status(home: live.Home) -> None:
+    live.submit(home, job_spec("bad", command=("no-such-program",), gpus=(1,)))
+    live.submit(home, job_spec("good", 1, 0.0, gpus=(1,)))
+    live.submit(home, job_spec("short", 1, 0.0, gpus=(1,), target={"value": 2.0}))
+    args = ["up", "--home", str(home.path), "--policy", "fifo", "--slots", "2", "--round", "1", "--until-idle"]
+    done = CliRunner().invoke(cli, args, standalone_mode=False)
+    assert done.return_value == 1
+    assert "bad, short" in done.output
+    assert "is up" not in "".join(line for line in done.output.splitlines() if "bad:" in line)
+    again = CliRunner().invoke(cli, args, standalone_mode=False)  # of that run nothing failed
+    assert again.return_value == 0
+    assert run_up(home).failed == ()
+
+
+def test_how_a_job_ended_is_its_last_reason(home: live.Home) -> None:
+    live.submit(home, job_spec("a", 1, 0.0, gpus=(1,)))
+    live.submit(home, job_spec("b", 1, 0.0, gpus=(1,)))
+    live.cancel(home, "b")
+    run_up(home)
+    assert [row.reason for row in live.job_rows(home)] == ["completed", "cancelled"]
+    assert "  why: cancelled" in live.explain(home, "b")
+
+
+def test_hints_can_be_pasted_whatever_the_path_is(tmp_path: Path) -> None:
+    path = tmp_path / "h\u00f6m\u00e9 with {space} and 'quotes'"
+    file = tmp_path / "job.yaml"
+    file.write_text("name: a\ncommand: ['true']\ngpus: [1]\nbatch: {global: 8}\nmax_epochs: 1\n")
+    done = CliRunner().invoke(cli, ["submit", str(file), "--home", str(path)], standalone_mode=False)
+    hint = done.output.partition("start it with: ")[2]
+    assert shlex.split(hint)[1:] == ["up", "--home", str(path)]
+
+
+def test_more_passes_than_max_epochs_are_no_contradiction(home: live.Home) -> None:
+    live.submit(home, job_spec("a", 3, 0.0, gpus=(1,), max_epochs=2))
+    run_up(home)
+    text = "\n".join(live.explain(home, "a"))
+    assert "300 effective samples; P0, where it ends at the latest, is 300" in text
+    assert "epoch 3, 1;" in text
+    out = io.StringIO()
+    Console(file=out, width=200).print(jobs_table(live.job_rows(home)))
+    assert "3/2" not in out.getvalue()
+
+
+def test_control_characters_are_not_shown(home: live.Home) -> None:
+    live.submit(home, job_spec("a", command=("sh", "-c", r"printf '\033[31mred\007\n' >&2; exit 5"), gpus=(1,)))
+    view = io.StringIO()
+    run_up(home, view=LineView(Console(file=view, width=200)))
+    shown = view.getvalue() + "\n".join(live.explain(home, "a"))
+    assert "exited with 5: red" in shown
+    assert not [char for char in shown if ord(char) < 32 and char != "\n"]
