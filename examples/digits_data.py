@@ -12,7 +12,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from icefrog.runtime import Guards, LayerElastic
+from icefrog.runtime import LayerElastic
 from icefrog.spec import Target
 
 
@@ -79,7 +79,6 @@ def fit(
         optimizer,
         rule="none" if args.no_freeze else None,
         checkpoint_dir=args.checkpoint,
-        guards=Guards(hysteresis=0.02),
     )
     elastic.target = elastic.target or Target(value=args.target)
     model = elastic.model

@@ -84,3 +84,14 @@ def test_predictions_stay_in_range() -> None:
     job = profile(occupancy=OccupancyParams(mem_bytes=(-1e9, 0, 0, 0), util_pct=(90, 1, 0, 0)))
     assert float(mem_bytes(job, 8)) == 0.0
     assert float(util_pct(job, 50)) == 100.0
+
+
+def test_a_depth_that_was_never_measured_is_not_believed_to_free_anything() -> None:
+    """One point (nothing frozen, a busy device): a fully frozen prefix must not look like a way to fit beside a partner."""
+    measured = OccupancyPoint(batch_per_gpu=64, theta=1.0, omega=1.0, mem_bytes=1e9, util_pct=99.0)
+    params = fit_occupancy([measured])
+    assert params.util_pct == pytest.approx((99.0, 0.0, 0.0, 0.0), abs=1e-9)
+    assert params.mem_bytes == pytest.approx((1e9, 0.0, 0.0, 0.0), abs=1e-3)
+    deeper = OccupancyPoint(batch_per_gpu=64, theta=0.5, omega=0.5, mem_bytes=0.8e9, util_pct=79.0)
+    base, _, per_theta, per_omega = fit_occupancy([measured, deeper]).util_pct
+    assert base + 0.25 * (per_theta + per_omega) + 64 * fit_occupancy([measured, deeper]).util_pct[1] == pytest.approx(69.0)

@@ -52,21 +52,23 @@ class OccupancyPoint:
 
 
 def fit_occupancy(points: Sequence[OccupancyPoint]) -> OccupancyParams:
-    """Least squares on the points; what they do not vary (e.g. no frozen ones yet) gets the smallest coefficients.
+    """Least squares on the points; what they do not vary (no frozen ones yet, say) has no influence.
 
-    With fewer than four independent points the minimum-norm solution is taken in scaled units, which
-    splits an unknown constant evenly over intercept, theta and omega: predictions at the measured depths
-    stay right.
+    With fewer than four independent points, the slopes of least norm through them are taken, around their mean. So a depth that
+    was never measured is not believed to free memory or compute: deep freezing must not look like a way to fit beside a
+    partner before anything was seen of it.
 
     Raises:
         ValueError: no points.
     """
     if not points:
         raise ValueError("no occupancy points to fit")
-    rows = np.array([[1.0, p.batch_per_gpu, p.theta, p.omega] for p in points])
-    scale = np.array([1.0, max(float(rows[:, 1].max()), 1.0), 1.0, 1.0])
+    rows = np.array([[p.batch_per_gpu, p.theta, p.omega] for p in points])
     targets = np.array([[p.mem_bytes, p.util_pct] for p in points])
-    solution = np.linalg.lstsq(rows / scale, targets, rcond=1e-9)[0] / scale[:, None]
+    scale = np.array([max(float(rows[:, 0].max()), 1.0), 1.0, 1.0])
+    centre, middle = rows.mean(axis=0), targets.mean(axis=0)
+    slopes = np.linalg.lstsq((rows - centre) / scale, targets - middle, rcond=1e-9)[0] / scale[:, None]
+    solution = np.vstack([middle - centre @ slopes, slopes])
     mem, util = (tuple(float(value) for value in column) for column in solution.T)
     return OccupancyParams(mem_bytes=_four(mem), util_pct=_four(util))
 
