@@ -2,7 +2,7 @@
 
 A checkpoint is two files: ``NNNNNNNN.pt`` (tensors and plain values, loadable with ``weights_only=True``) and
 ``NNNNNNNN.json`` (its SHA-256, size and a summary). The second is written last: without it, or when the digest does not
-match, the checkpoint does not count and the one before it is used.
+match, the checkpoint does not count and the one before it is used. Other files in the folder are the user's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch import nn
 from icefrog.errors import UserError
 
 KEEP = 2
+# Seven counted digits behind a zero, so that a date (20231231.json) is not taken for ours.
+_OWN = re.compile(r"0\d{7}\.(pt|json)(\.tmp)?", re.ASCII)
 
 
 class CheckpointStore:
@@ -40,7 +43,7 @@ class CheckpointStore:
     def save(self, state: dict[str, Any], summary: dict[str, Any]) -> Path:
         """Write one more checkpoint; when this returns it is on disk. ``summary``: a few JSON values for humans."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = max((_number(path) for path in self.folder.glob("*.pt")), default=0) + 1
+        number = max((_number(path) for path in self._own() if path.suffix == ".pt"), default=0) + 1
         path = self.folder / f"{number:08d}.pt"
         temporary = path.with_suffix(".pt.tmp")
         with temporary.open("wb") as file:
@@ -60,25 +63,31 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Complete checkpoints, newest first (not verified)."""
-        return sorted(
-            (path for path in self.folder.glob("*.pt") if path.with_suffix(".json").exists()),
-            key=_number,
-            reverse=True,
-        )
+        whole = [path for path in self._own() if path.suffix == ".pt" and path.with_suffix(".json").is_file()]
+        return sorted(whole, key=_number, reverse=True)
+
+    def _own(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name) and path.is_file()]
 
     def newest_valid(self) -> Path | None:
         """The newest checkpoint whose digest matches. Warns about each one that had to be passed over."""
-        for path in self.paths():
+        paths = self.paths()
+        for path in paths:
             problem = _problem(path)
             if problem is None:
                 return path
-            warnings.warn(f"checkpoint {path} is damaged ({problem}): using the one before it", stacklevel=2)
+            rest = (
+                "none is left, training starts from the beginning" if path is paths[-1] else "using the one before it"
+            )
+            warnings.warn(f"checkpoint {path} is damaged ({problem}): {rest}", stacklevel=2)
         return None
 
     def _forget_old(self) -> None:
-        kept = {path.stem for path in self.paths()[: self.keep]}
-        for path in self.folder.iterdir():
-            if path.stem.split(".")[0].isdigit() and path.name.split(".")[0] not in kept:
+        kept = {_number(path) for path in self.paths()[: self.keep]}
+        for path in self._own():
+            if _number(path) not in kept and _number(path) < max(kept):
                 path.unlink(missing_ok=True)
 
 
@@ -89,12 +98,15 @@ def load(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _number(path: Path) -> int:
-    return int(path.stem) if path.stem.isdigit() else 0
+    """Of a file of ours."""
+    return int(path.name[:8])
 
 
 def _problem(path: Path) -> str | None:
     try:
         manifest = json.loads(path.with_suffix(".json").read_text())
+        if not isinstance(manifest, dict):
+            return "its manifest is not an object"
         if _digest(path) != (manifest["sha256"], manifest["bytes"]):
             return "its digest does not match"
     except (OSError, ValueError, KeyError) as error:

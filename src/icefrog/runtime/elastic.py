@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,6 +233,13 @@ class LayerElastic:
         """
         self._move(int(self._world.from_rank0(frozen_layers)))
 
+    def _note_samples(self) -> None:
+        """Collective. The first whole epoch tells its size; micro-steps that wait for their optimizer step count too."""
+        at = self._at
+        if at.samples_per_epoch is None:
+            waiting = self._world.sum(torch.tensor([float(self._engine.waiting_samples)], dtype=torch.float64))
+            at.samples_per_epoch = (at.epoch_samples + round(float(waiting[0]))) or None
+
     # --- the loop
 
     def epochs(self, max_epochs: int) -> Iterator[int]:
@@ -273,12 +281,10 @@ class LayerElastic:
             DivergenceError: the ranks' parameters are not the same any more.
             Stopped: the executor asked the job to stop (a checkpoint was saved).
         """
-        if names := self._engine.put_right():
-            self._warn(f"requires_grad was changed outside of LayerElastic and is put right: {', '.join(names[:5])}")
-        check_in_step(self.layers, self._world)
+        self._warn_of(self._engine.put_right())
+        check_in_step(self._engine.inner, self.layers, self._world)
         at = self._at
-        if at.samples_per_epoch is None and at.epoch_samples:
-            at.samples_per_epoch = at.epoch_samples
+        self._note_samples()
         at.metric = self._mean(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
@@ -291,8 +297,6 @@ class LayerElastic:
 
     def _on_micro(self, micro: int) -> None:
         self.stepped = False
-        if message := self._engine.settle_order():
-            self._warn(message)
         self._engine.micro_step(micro, self._at.cursor)
 
     def _on_step(self, real_step: Callable[[], Any]) -> Any:
@@ -307,6 +311,10 @@ class LayerElastic:
         at.effective_samples += self._engine.psi * samples
         if self._engine.sampler is not None:
             at.cursor += samples
+        self._engine.move_waiting()
+        if message := self._engine.settle_order():
+            self._warn(message)
+        self._warn_of([])
         if agreed.regrant:
             self._enter_bounds()
         if self.tune_every_steps and at.step % self.tune_every_steps == 0:
@@ -326,7 +334,7 @@ class LayerElastic:
     def _enter_bounds(self) -> None:
         """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes."""
         grant = self.agent.grant
-        depth, shared = self.frozen_layers, False
+        depth, shared = self._engine.boundary, False
         if grant is not None:
             bounds = Bounds.of(len(self.layers), self.max_fraction, self.rule, grant)
             depth, shared = min(max(depth, bounds.min_frozen), bounds.max_frozen), grant.shared
@@ -388,13 +396,14 @@ class LayerElastic:
             num_gpus=self._world.size,
             batch_per_gpu=max(engine.batch_per_gpu, 1),
             accum_steps=engine.options.accum_steps,
-            frozen_layers=self.frozen_layers,
+            frozen_layers=self._engine.boundary,
             shared=self.agent.grant.shared if self.agent.grant else False,
         )
 
     def _move(self, frozen_layers: int) -> None:
         if self._engine.move(frozen_layers):
             self._decider.moved(self._at.step)
+        self._warn_of([])
 
     def _total(self) -> float | None:
         """P0, samples."""
@@ -412,11 +421,11 @@ class LayerElastic:
         return None
 
     def _mean(self, metric: float | None) -> float | None:
-        known = metric is not None and metric == metric
-        sums = self._world.sum(
-            torch.tensor([float(metric) if metric is not None and known else 0.0, float(known)]).double()
-        )
-        return float(sums[0] / sums[1]) if float(sums[1]) > 0 else None
+        mine = torch.tensor([float("nan") if metric is None else float(metric)], dtype=torch.float64)
+        given = [value for value in self._world.gather(mine).flatten().tolist() if not math.isnan(value)]
+        if not given:
+            return None
+        return given[0] if min(given) == max(given) else math.fsum(given) / len(given)  # equal ones: exactly that
 
     # --- checkpoints
 
@@ -430,6 +439,7 @@ class LayerElastic:
         Raises:
             UserError: the state is of a model with other layers, or the optimizer holds other parameters.
         """
+        self._gate.micro = 0
         self._at = saving.unpack(state, self._engine, self._decider, self._registered)
 
     def _save(self) -> None:
@@ -437,7 +447,7 @@ class LayerElastic:
             return
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
-        path = self._store.save(self.state_dict(), {**summary, "frozen_layers": self.frozen_layers})
+        path = self._store.save(self.state_dict(), {**summary, "frozen_layers": self._engine.boundary})
         self._reporter.checkpointed(path, at.effective_samples)
 
     def _resume(self) -> bool:
@@ -457,6 +467,11 @@ class LayerElastic:
         return True
 
     # --- reports
+
+    def _warn_of(self, names: list[str]) -> None:
+        names, self._engine.noticed = [*self._engine.noticed, *names], []
+        if names:
+            self._warn(f"requires_grad was changed outside of LayerElastic and is put right: {', '.join(names[:5])}")
 
     def _warn(self, message: str) -> None:
         if self._world.rank == 0:

@@ -74,13 +74,19 @@ class Engine:
         self.psi = 1.0
         self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
         self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
-        self._seen = 0  # samples of the micro-step in progress, from the model's input
+        self._seen = 0  # samples of the last forward pass, from the model's input
+        self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
+        self._counted = True  # the last forward pass belongs to a micro-step that is over
         self._step_samples = 0
+        self.micro = 0  # micro-steps done since the last optimizer step
+        self._waiting: int | None = None  # a boundary that comes into force with the next optimizer step
+        self.noticed: list[str] = []  # what :meth:`put_right` found while the boundary moved
         self.pieces: list[Piece] = [] if given else find_pieces(model)
         self._flops: LayerFlops | None = None
         self._settled = False
         self._ordered = given is not None
         self._counting = False
+        self._flops_samples = 0
         model.register_forward_pre_hook(self._forward_start, with_kwargs=True)
         model.register_forward_hook(self._forward_end, always_call=True)
         world.share_parameters(model)
@@ -98,7 +104,9 @@ class Engine:
 
     def _attach(self) -> None:
         """Hooks on the parameters as they are now, and (collective) communication for them."""
+        weight: tuple[float, float] | None = None
         if hasattr(self, "statistics"):
+            weight = self.statistics.weight
             self.statistics.close()
             self.timer.close()
         scaler = self.options.grad_scaler
@@ -112,6 +120,10 @@ class Engine:
             loss_scale=(lambda: float(scaler.get_scale())) if scaler is not None else (lambda: 1.0),
             every=self.options.stats_every,
         )
+        if weight is not None:
+            self.statistics.set_weight(*weight)
+        if self.micro > 0:
+            self.statistics.skip()
         self.timer = StepTimer(self.inner, layers, self.device)
         if self.outer is not None:
             self.wrapper = Wrapper(
@@ -129,16 +141,50 @@ class Engine:
     def _wrap(self) -> None:
         assert self.wrapper is not None
         self.wrapper.wrap()
-        self.wrapper.set_sync(self.options.accum_steps == 1)
+        self.wrapper.set_sync(self.micro == self.options.accum_steps - 1)
 
     # --- the boundary
 
+    @property
+    def boundary(self) -> int:
+        """Layers frozen from the next step on: in force now, or waiting for the end of an accumulation."""
+        return self.freezer.frozen_layers if self._waiting is None else self._waiting
+
+    def abandon(self) -> None:
+        """Forget what was accumulated and what waits; training goes on from another state."""
+        self.micro, self._waiting = 0, None
+        for param in self.inner.parameters():
+            param.grad = None
+        self.statistics.reset()
+        if self.wrapper is not None:
+            self.wrapper.set_sync(self.options.accum_steps == 1)
+
     def move(self, frozen_layers: int) -> bool:
-        """Collective. Put another boundary in force; False: it was already."""
-        if frozen_layers == self.freezer.frozen_layers:
+        """Collective. Put another boundary in force; False: it was already.
+
+        In the middle of an accumulation it waits for the optimizer step: a layer opened there would get the gradient of
+        a part of the samples only.
+        """
+        if frozen_layers == self.boundary:
             return False
         self.freezer.check(frozen_layers)
-        check_in_step(self.layers, self.world)
+        if self.micro > 0:
+            self._waiting = frozen_layers
+            return True
+        self._waiting = None
+        return self._move(frozen_layers)
+
+    def move_waiting(self) -> None:
+        """Collective. After an optimizer step: what :meth:`move` had put off."""
+        if self._waiting is not None:
+            depth, self._waiting = self._waiting, None
+            self._move(depth)
+
+    def _move(self, frozen_layers: int) -> bool:
+        if frozen_layers == self.freezer.frozen_layers:
+            return False
+        self.noticed += self.put_right()
+        check_in_step(self.inner, self.layers, self.world)
         self.freezer.set_boundary(frozen_layers)
         self.tracker.set_boundary(frozen_layers)
         self.statistics.reset()
@@ -184,8 +230,10 @@ class Engine:
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():
             return
-        self._seen = _batch_size((args, kwargs))
-        if self._flops is None and self.freezer.frozen_layers == 0:
+        if not self._counted and self.timer.backward_ran:
+            self._passed += self._seen  # accumulation by the user: several backwards before one step
+        self._seen, self._counted = _batch_size((args, kwargs)), False
+        if self._flops is None:
             roots = (
                 [(i, piece.module) for i, piece in enumerate(self.pieces)]
                 if self.pieces
@@ -194,6 +242,7 @@ class Engine:
             self._flops = LayerFlops(roots)
             self._flops.__enter__()  # type: ignore[no-untyped-call]
             self._counting = True
+            self._flops_samples = self._seen
 
     def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
         if model is self.inner and self._counting and self._flops is not None:
@@ -202,7 +251,13 @@ class Engine:
             self._flops.finish()
 
     def settle_order(self) -> str | None:
-        """After the first forward: adopt the order in which layers really run, once; a message if it was another one."""
+        """Collective, after the first step: adopt the order in which layers really run, once.
+
+        Layers frozen before that in the declared order are opened, and as many frozen in the real one.
+
+        Returns:
+            A message if it was another order.
+        """
         if self._settled or self._flops is None or self._counting:
             return None
         self._settled = True
@@ -212,18 +267,30 @@ class Engine:
             self._ordered = True
             pieces = forward_order(self.pieces, counts.order)
             before = [layer.name for layer in self.layers]
-            if [p.name for p in pieces] != [p.name for p in self.pieces] and self.freezer.frozen_layers == 0:
+            if [p.name for p in pieces] != [p.name for p in self.pieces]:
                 places = [self.pieces.index(piece) for piece in pieces]
                 counts.flops = {new: counts.flops.get(old, 0.0) for new, old in enumerate(places)}
+                depth = self.freezer.frozen_layers
+                self._move(0)
                 self.rebuild([piece.name for piece in pieces])
+                self._move(min(depth, len(self.layers) - 1))
                 after = [layer.name for layer in self.layers]
                 if after != before:
                     message = f"layers run in another order than they are declared: {', '.join(after)}"
         self._set_flops(counts.flops)
         return message
 
+    def order_is_known(self) -> None:
+        """The order of the layers is that of a run that has made steps."""
+        self._ordered = True
+
+    @property
+    def waiting_samples(self) -> int:
+        """Of this rank's micro-steps since the last optimizer step."""
+        return self._step_samples if self.micro > 0 else 0
+
     def _set_flops(self, forward: Mapping[int, float]) -> None:
-        if not self._seen or any(self.profiler.flops):
+        if not self._flops_samples or any(self.profiler.flops):
             return
         owner: dict[int, int] = {}
         if self.pieces:
@@ -232,13 +299,15 @@ class Engine:
         for key, flops in forward.items():
             if key >= 0:
                 # Backward costs twice the forward: one pass for the weights, one for the inputs.
-                self.profiler.flops[owner.get(key, key)] += 3.0 * flops / self._seen
+                self.profiler.flops[owner.get(key, key)] += 3.0 * flops / self._flops_samples
 
     # --- steps
 
     def micro_step(self, micro: int, cursor: int) -> None:
         """A micro-step's backward is over."""
+        self._seen, self._passed, self._counted = self._passed + self._seen, 0, True
         samples = self._micro_samples(micro, cursor)
+        self.micro = (micro + 1) % self.options.accum_steps
         if micro == 0:
             self._step_samples = 0
         self._step_samples += samples

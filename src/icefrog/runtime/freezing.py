@@ -2,7 +2,12 @@
 
 Prefix parameters: requires_grad False, grad None, so that backward stops, nothing is synchronised and every optimizer
 leaves values and state alone. Prefix modules: eval mode (stored statistics, no dropout), kept so through ``model.train()``
-by a forward pre-hook, and their outputs are detached. Parameter groups are never touched.
+by a forward pre-hook on each of them. Parameter groups are never touched.
+
+Frozen parameters alone make backward stop, unless the model's input wants a gradient or a tied weight that trains with a
+later layer is used in the prefix. Only for these the outputs of the prefix are detached, by one rule that keeps every
+gradient of a trainable layer: *a call is cut, or a parameterless module is held in eval mode, only while no trainable layer
+has run in the same forward pass.*
 """
 
 from __future__ import annotations
@@ -32,8 +37,28 @@ class Freezer:
         self.optimizer = optimizer
         self.layers = list(layers)
         self.frozen_layers = 0
-        self._handles: list[list[RemovableHandle]] = [[] for _ in layers]
-        self._own_mode: list[dict[nn.Module, bool]] = [{} for _ in layers]
+        self._handles: list[RemovableHandle] = []
+        self._own_mode: dict[nn.Module, bool] = {}  # of the modules held in eval mode
+        self._reach: dict[nn.Module, int] = {}  # the last layer that ever ran before a call of the module
+        self._passed: dict[nn.Module, int] = {}  # the same at the end of a call
+        self._running = -1  # the last layer that has run in the forward pass in progress
+        self._inside = False  # a forward pass of the whole model is in progress
+        self._index()
+
+    def _index(self) -> None:
+        """Who uses each module, and which modules hold parameters of a layer."""
+        self._last_user = {module: i for i, layer in enumerate(self.layers) for module in layer.submodules()}
+        self._holds: dict[nn.Module, int] = {}
+        for index, layer in enumerate(self.layers):
+            own = {id(param) for param in layer.params.values()}
+            holders = [m for m in layer.submodules() if any(id(param) in own for param in m.parameters())]
+            self._holds.update(dict.fromkeys(holders or layer.modules[-1:], index))
+        self._outside = [
+            (name, param) for name, param in self.model.named_parameters() if id(param) not in self._layer_param_ids()
+        ]
+
+    def _layer_param_ids(self) -> set[int]:
+        return {id(param) for layer in self.layers for param in layer.params.values()}
 
     def check(self, frozen_layers: int) -> int:
         """The boundary itself if it is possible.
@@ -60,58 +85,95 @@ class Freezer:
         """Freeze exactly the first ``frozen_layers`` layers. Idempotent. Raises like :meth:`check`."""
         self.check(frozen_layers)
         for index, layer in enumerate(self.layers):
-            if index < frozen_layers and index >= self.frozen_layers:
-                self._freeze(index, layer)
-            elif index >= frozen_layers and index < self.frozen_layers:
-                self._unfreeze(index, layer)
+            if (index < frozen_layers) != (index < self.frozen_layers):
+                for param in layer.params.values():
+                    param.requires_grad_(index >= frozen_layers)
+                    if index < frozen_layers:
+                        param.grad = None
         self.frozen_layers = frozen_layers
+        for module in self._last_user:
+            self._set_mode(module)
+        self._hook()
 
-    def _freeze(self, index: int, layer: Layer) -> None:
-        for param in layer.params.values():
-            param.requires_grad_(False)
-            param.grad = None
-        self._own_mode[index] = {
-            module: module.training for module in layer.submodules() if module.training != self.model.training
-        }
-        for module in layer.submodules():
-            module.training = False
-        for root in layer.modules:
-            self._handles[index] += [
-                root.register_forward_pre_hook(self._hold_eval),
-                root.register_forward_hook(self._detach_output),
-            ]
-
-    def _unfreeze(self, index: int, layer: Layer) -> None:
-        for handle in self._handles[index]:
+    def _hook(self) -> None:
+        for handle in self._handles:
             handle.remove()
-        self._handles[index] = []
-        for param in layer.params.values():
-            param.requires_grad_(True)
-        for module in layer.submodules():
-            module.training = self._own_mode[index].get(module, self.model.training)
-        self._own_mode[index] = {}
+        self._handles = []
+        depth = self.frozen_layers
+        if depth == 0:
+            return
+        self._handles = [
+            self.model.register_forward_pre_hook(self._start),
+            self.model.register_forward_hook(self._end, always_call=True),
+        ]
+        prefix = [module for module, last in self._last_user.items() if last < depth]
+        for module in dict.fromkeys([*prefix, *self._holds]):
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+        for root in dict.fromkeys(root for layer in self.layers[:depth] for root in layer.modules):
+            if self._last_user[root] < depth and any(True for _ in root.parameters()):
+                self._handles.append(root.register_forward_hook(self._detach_output))
 
     def __deepcopy__(self, _memo: Any) -> Freezer:
         """A copied model carries the hooks; they must go on meaning the original (and do nothing for the copy)."""
         return self
 
-    def _in_prefix(self, root: nn.Module) -> bool:
-        return any(root is mine for layer in self.layers[: self.frozen_layers] for mine in layer.modules)
+    # --- while the model runs
 
-    def _hold_eval(self, root: nn.Module, _args: Any) -> None:
-        if self._in_prefix(root):
-            for module in root.modules():
+    def _start(self, model: nn.Module, _args: Any) -> None:
+        if model is self.model:
+            self._running, self._inside = -1, True
+            for module in self._own_mode:  # ``model.train()`` woke them; some forwards read the flags of others
                 module.training = False
+
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if model is self.model:
+            self._inside = False
+
+    def _enter(self, module: nn.Module, _args: Any) -> None:
+        if module not in self._last_user:
+            return  # of a copy
+        if self._inside:
+            self._reach[module] = max(self._reach.get(module, -1), self._running)
+            self._running = max(self._running, self._holds.get(module, -1))
+        self._set_mode(module)
 
     def _detach_output(self, root: nn.Module, _args: Any, output: Any) -> Any:
         """Backward stops here even if a tied parameter, which trains with a later layer, was used in the prefix."""
-        return _detached(output) if self._in_prefix(root) else output
+        if root not in self._last_user:
+            return output
+        if self._inside:
+            self._passed[root] = max(self._passed.get(root, -1), self._running)
+        # Outside of a forward pass (recomputed activations) as in the last one.
+        cut = self._passed.get(root, self.frozen_layers) < self.frozen_layers
+        return _detached(output) if cut else output
+
+    def _fixed(self, module: nn.Module) -> bool:
+        depth = self.frozen_layers
+        if self._last_user[module] >= depth:
+            return False
+        return module in self._holds or self._reach.get(module, -1) < depth
+
+    def _set_mode(self, module: nn.Module) -> None:
+        if self._fixed(module):
+            self._own_mode.setdefault(module, module.training == self.model.training)
+            module.training = False
+        elif module in self._own_mode:
+            as_model = self._own_mode.pop(module)
+            module.training = self.model.training if as_model else not self.model.training
+
+    # --- what other code may undo
 
     def drop_prefix_grads(self) -> None:
-        """Forget any gradient of the prefix, whoever made it; called right before each optimizer step."""
+        """Forget any gradient of what must not move, whoever made it; called right before each optimizer step.
+
+        That is the prefix, and parameters that were frozen when the layers were made: gradients of the latter are not
+        synchronised until :meth:`put_right` has adopted them.
+        """
         for layer in self.layers[: self.frozen_layers]:
             for param in layer.params.values():
                 param.grad = None
+        for _, param in self._outside:
+            param.grad = None
 
     def drifted(self) -> list[str]:
         """Names of parameters whose requires_grad is not what the boundary says, or that were replaced by new objects."""
@@ -125,6 +187,9 @@ class Freezer:
 
     def put_right(self) -> list[str]:
         """Enforce the boundary where other code undid it, and adopt replaced parameters; returns what was wrong.
+
+        Parameters outside all layers that want a gradient now (frozen by the user at first, or new) are adopted too: by
+        the layer of their module, else by the last one.
 
         Raises:
             UserError: a parameter is gone from the model.
@@ -143,15 +208,26 @@ class Freezer:
                 param.requires_grad_(not frozen)
                 if frozen:
                     param.grad = None
+        known = self._layer_param_ids()
+        for name, param in current.items():
+            if param.requires_grad and id(param) not in known:
+                names.append(name)
+                owner = self.model.get_submodule(name.rpartition(".")[0])
+                index = self._last_user.get(owner, len(self.layers) - 1)
+                self.layers[index].params[name] = param
+                param.requires_grad_(index >= self.frozen_layers)
+                param.grad = None  # of this rank alone
+        if names:
+            self._index()
+            self._hook()
         return names
 
     def prefix_buffers(self) -> list[str]:
         """Names of the buffers of frozen layers: they do not move, so ranks need not exchange them."""
-        frozen = {id(module) for layer in self.layers[: self.frozen_layers] for module in layer.submodules()}
         return [
             f"{name}.{key}" if name else key
             for name, module in self.model.named_modules()
-            if id(module) in frozen
+            if self._last_user.get(module, self.frozen_layers) < self.frozen_layers and module in self._holds
             for key, _ in module.named_buffers(recurse=False)
         ]
 

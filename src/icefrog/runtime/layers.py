@@ -2,7 +2,8 @@
 
 A *layer* holds at least one trainable parameter; the layers are a partition of the trainable parameters. Modules without
 trainable parameters join the next layer; a normalisation layer joins the one before it, whose output it normalises. A
-parameter that several modules use (found by storage) belongs to the last layer that uses it.
+parameter that several modules use (found by storage) belongs to the last layer that uses it, and a module that is called
+several times stands where its last call is.
 """
 
 from __future__ import annotations
@@ -205,11 +206,11 @@ def _as_modules(item: nn.Module | str | Sequence[nn.Module], by_name: dict[str, 
 
 
 def forward_order(pieces: Sequence[Piece], called: Sequence[int]) -> list[Piece]:
-    """Pieces sorted by their first call; one that was not called keeps its place behind its predecessor.
+    """Pieces sorted by their last call; one that was not called keeps its place behind its predecessor.
 
     Args:
         pieces: in registration order.
-        called: indices of pieces in the order of their first call.
+        called: indices of pieces in the order of their last call.
     """
     rank = {index: position for position, index in enumerate(called)}
     keys: list[tuple[int, int]] = []

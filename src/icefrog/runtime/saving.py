@@ -29,7 +29,7 @@ def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Map
     """Everything needed to go on at any world size and boundary: tensors and plain values."""
     return {
         "schema": 1,
-        "frozen_layers": engine.freezer.frozen_layers,
+        "frozen_layers": engine.boundary,
         "layers": [layer.name for layer in engine.layers],
         "pieces": [piece.name for piece in engine.pieces],
         "psi": engine.psi,
@@ -52,6 +52,7 @@ def unpack(
     Raises:
         UserError: the state is of a model with other layers, or the optimizer holds other parameters.
     """
+    engine.abandon()
     engine.move(0)
     pieces = [piece.name for piece in engine.pieces]
     if state["pieces"] != pieces and sorted(state["pieces"]) == sorted(pieces):
@@ -68,6 +69,8 @@ def unpack(
     for name, item in registered.items():
         if name in state["registered"]:
             item.load_state_dict(state["registered"][name])
+    if state["counters"].get("step", 0) > 0:
+        engine.order_is_known()
     engine.tracker.load_state_dict(state["tracker"])
     engine.profiler.load_state_dict(state["profiler"])
     engine.psi = state["psi"]

@@ -156,6 +156,10 @@ class Statistics:
         self._missing = False
         self._plan()
 
+    def skip(self) -> None:
+        """The step in progress cannot be measured: part of it was not seen."""
+        self._missing = True
+
     def _plan(self) -> None:
         """Whether the coming step is measured (or, with R = 1, is the one before a measured one)."""
         place = (self._step + 1) % self.every
@@ -165,6 +169,11 @@ class Statistics:
     def due(self) -> bool:
         """Whether the step now in progress is to be measured; the same on all ranks."""
         return (self._step + 1) % self.every == 0
+
+    @property
+    def weight(self) -> tuple[float, float]:
+        """As given to :meth:`set_weight`."""
+        return self._weight, self._mean_scale
 
     def set_weight(self, weight: float, mean_scale: float) -> None:
         """For the coming step: what this rank's accumulated gradient counts in the average, and what makes it g_r."""
@@ -188,8 +197,8 @@ class Statistics:
         scales = self._scales(pairs)
         if scales is None:
             return None
-        now = self._scaled([self._now[id(p)] for p in pairs], scales)
-        last = self._scaled([self._last[id(p)] for p in pairs], scales)
+        now = [_wide(g) for g in self._scaled([self._now[id(p)] for p in pairs], scales)]
+        last = [_wide(g) for g in self._scaled([self._last[id(p)] for p in pairs], scales)]
         diff = self._by_layer(pairs, [torch.sum((n - b) ** 2) for n, b in zip(now, last, strict=True)])
         dot = self._by_layer(pairs, [torch.sum(n * b) for n, b in zip(now, last, strict=True)])
         return StepStatistics(*successive_estimate(_array(diff), _array(dot), samples))
@@ -323,14 +332,21 @@ class Statistics:
     ) -> torch.Tensor:
         """|factor * g|^2 by layer, shape (L,)."""
         full = list(grads) if factor == 1.0 else [grad * factor for grad in grads]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._scaled(full, scales)]
+        norms = [torch.linalg.vector_norm(g, dtype=g.dtype).square() for g in map(_wide, self._scaled(full, scales))]
         return self._by_layer(params, norms)
 
     def _by_layer(self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of each layer's values, shape (L,)."""
-        stacked = torch.stack(list(values))
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        stacked = torch.stack([value.to(dtype) for value in values])
         where = torch.tensor([self.layer_of[id(p)] for p in params], device=stacked.device)
         return torch.zeros(self.num_layers, dtype=stacked.dtype, device=stacked.device).index_add_(0, where, stacked)
+
+
+def _wide(grad: torch.Tensor) -> torch.Tensor:
+    """As real numbers of at least 32 bits: sums of squares need them."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    return real if real.dtype == torch.float64 else real.to(torch.float32)
 
 
 def _array(values: torch.Tensor) -> FloatArray:

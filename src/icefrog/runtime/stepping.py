@@ -59,6 +59,10 @@ class StepGate:
                 "optimizer.step(closure) cannot be combined with gradient accumulation",
                 "call loss.backward() and optimizer.step() without a closure",
             )
+        if closure is not None:  # it holds the forward and backward: run it now, and hand its result to the optimizer
+            with torch.enable_grad():
+                ready = [closure()]
+            args, kwargs = args[1:], {**kwargs, "closure": lambda: ready.pop() if ready else closure()}
         self._on_micro(self.micro)
         self.micro += 1
         if self.micro < self.accum_steps:

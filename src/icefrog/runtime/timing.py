@@ -69,6 +69,11 @@ class StepTimer:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def backward_ran(self) -> bool:
+        """Whether a backward pass has followed the last forward pass of the step in progress."""
+        return bool(self._marks.micro) and self._marks.micro[-1][2] is not None
+
     def reset(self) -> None:
         """The coming step follows something that is not training (validation, a checkpoint)."""
         self._marks = _Marks()
@@ -151,7 +156,7 @@ class LayerFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         flops: forward FLOPs of the pass by key, as counted by ``torch.utils.flop_counter``'s formulas.
-        order: keys in the order of their first call.
+        order: keys in the order of their last call.
     """
 
     def __init__(self, modules: Sequence[tuple[int, nn.Module]]) -> None:
@@ -159,13 +164,23 @@ class LayerFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: dict[int, float] = {}
         self.order: list[int] = []
         self._current = -1
-        self._handles = [module.register_forward_pre_hook(self._enter_hook(key)) for key, module in modules]
+        # On every module below too: a forward may call a layer's children directly. What several keys share tells nothing.
+        users: dict[nn.Module, set[int]] = {}
+        for key, root in modules:
+            for module in root.modules():
+                users.setdefault(module, set()).add(key)
+        self._handles = [
+            module.register_forward_pre_hook(self._enter_hook(max(keys)))
+            for module, keys in users.items()
+            if len(keys) == 1 or any(module is root for _, root in modules)
+        ]
 
     def _enter_hook(self, key: int) -> Any:
         def enter(_module: nn.Module, _args: Any) -> None:
             self._current = key
-            if key not in self.order:
-                self.order.append(key)
+            if key in self.order:
+                self.order.remove(key)
+            self.order.append(key)
 
         return enter
 

@@ -225,16 +225,19 @@ def _checksum(param: torch.Tensor) -> torch.Tensor:
     return total.cpu()
 
 
-def check_in_step(layers: Sequence[Layer], world: World) -> None:
-    """Collective. Compare all ranks' parameters bit by bit, by checksum.
+def check_in_step(model: nn.Module, layers: Sequence[Layer], world: World) -> None:
+    """Collective. Compare all ranks' parameters bit by bit, by checksum; those outside all layers included.
 
     Raises:
         DivergenceError: they differ, on every rank; names the first layer and the ranks.
     """
     if world.size == 1:
         return
-    every = world.gather(checksums(layers))
-    for index, layer in enumerate(layers):
+    known = {id(param) for layer in layers for param in layer.params.values()}
+    rest = {name: param for name, param in model.named_parameters() if id(param) not in known}
+    parts = [*layers, Layer("(frozen by you)", [], rest)]
+    every = world.gather(checksums(parts))
+    for index, layer in enumerate(parts):
         column = every[:, index]
         odd = [rank for rank in range(world.size) if column[rank] != column[0]]
         if odd:
