@@ -189,3 +189,39 @@ def test_a_loader_of_the_users_own_repeats_the_interrupted_epoch(tmp_path: Path)
     assert resumed._at.samples_per_epoch == SAMPLES
     assert resumed.effective_samples == 96 + 2 * SAMPLES
     assert resumed.outcome == "completed"
+
+
+def test_files_of_the_user_in_the_checkpoint_folder_are_left_alone(tmp_path: Path) -> None:
+    mine = ["2023.csv", "1.jpg", "12.pt", "007.json", "20231231.json", "20231231.pt", "00000001.csv", "best.pt"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "2023").mkdir()
+    (tmp_path / "00000001.pt").mkdir()
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "00000001.pt").rmdir()
+    for number in range(4):
+        path = store.save({"n": torch.tensor(number)}, {})
+    assert path.name == "00000004.pt"
+    assert store.newest_valid() == path
+    assert [(tmp_path / name).read_text() for name in mine] == ["mine"] * len(mine)
+    ours = {f"0000000{n}.{kind}" for n in (3, 4) for kind in ("pt", "json")}
+    assert {p.name for p in tmp_path.iterdir()} == {*mine, "2023", *ours}
+
+
+@pytest.mark.parametrize("manifest", ["[]", "1", "null", '"x"', "{", "", "{}", '{"sha256": [], "bytes": {}}'])
+def test_a_manifest_of_the_wrong_kind_falls_back_to_the_checkpoint_before(tmp_path: Path, manifest: str) -> None:
+    store = CheckpointStore(tmp_path)
+    first = store.save({"n": torch.tensor(1)}, {})
+    store.save({"n": torch.tensor(2)}, {}).with_suffix(".json").write_text(manifest)
+    with pytest.warns(UserWarning, match="using the one before it"):
+        assert store.newest_valid() == first
+
+
+def test_when_every_checkpoint_is_damaged_the_last_warning_says_so(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for number in range(2):
+        store.save({"n": torch.tensor(number)}, {}).write_bytes(b"x")
+    with pytest.warns(UserWarning) as caught:
+        assert store.newest_valid() is None
+    assert "using the one before it" in str(caught[0].message)
+    assert "training starts from the beginning" in str(caught[-1].message)

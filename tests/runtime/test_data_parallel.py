@@ -210,3 +210,109 @@ def test_rank_0_decides_for_all(ranks: Ranks, tmp_path: Path) -> None:
     assert progress[-1].profile.throughput.sync.intra_alpha_s > 0
     assert "synchronisation measured" in progress[-1].profile.provenance
     assert isinstance(lines[-1], protocol.Finished)
+
+
+def moved_inside_an_accumulation() -> dict[str, Any]:
+    """Three micro-batches an epoch, two to a step; compared with a plain loop over all ranks' micro-batches."""
+    x, y = models.data()
+    model, plain = models.mlp(), models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=2)
+    in_force: list[int] = []
+    epochs = elastic.epochs(1000)
+    count = 0
+    for wanted in (1, 3, 0, 2, 0, 0):
+        next(epochs)
+        for _ in range(3):
+            at = (2 * count + elastic.rank) * 4 % 64
+            nn.functional.cross_entropy(elastic.model(x[at : at + 4]), y[at : at + 4]).backward()
+            if count % 2:
+                in_force.append(elastic.frozen_layers)
+            optimizer.step()
+            optimizer.zero_grad()
+            count += 1
+        elastic.freeze(wanted)
+        elastic.end_epoch()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step, depth in enumerate(in_force):
+        parts = [(4 * step + part) * 4 % 64 for part in range(4)]
+        sum(nn.functional.cross_entropy(plain(x[at : at + 4]), y[at : at + 4]) / 4 for at in parts).backward()  # type: ignore[union-attr]
+        for layer in plain[:depth]:
+            for param in layer.parameters():
+                param.grad = None
+        reference.step()
+        reference.zero_grad()
+    mine = {name: value.tolist() for name, value in model.state_dict().items()}
+    elastic.close()
+    return {"mine": mine, "plain": {n: v.tolist() for n, v in plain.state_dict().items()}, "depths": in_force}
+
+
+def test_moves_inside_an_accumulation_keep_ranks_and_gradients_right(ranks: Ranks) -> None:
+    first, second = ranks.run(moved_inside_an_accumulation)
+    assert first["depths"] == [0, 0, 1, 3, 3, 0, 2, 0, 0]
+    assert first["mine"] == second["mine"]
+    assert close(first["mine"], first["plain"])
+
+
+class SharedTanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.b, self.c = nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.act(self.b(self.act(self.a(x)))))
+
+
+def opened_late(mid_epoch: bool) -> dict[str, Any]:
+    """A layer frozen by the user is opened by him in mid-run, in double precision, with a shared activation."""
+    model = SharedTanh().double()
+    model.b.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none")
+    x, y = models.data()
+    part = slice(elastic.rank * 8, elastic.rank * 8 + 8)
+    start = model.b.weight.detach().clone()
+    epochs = elastic.epochs(1000)
+    for epoch in range(4):
+        next(epochs)
+        for step in range(3):
+            if epoch == 1 and step == (1 if mid_epoch else 2):
+                model.b.requires_grad_(True)
+            nn.functional.cross_entropy(elastic.model(x[part].double()), y[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        elastic.end_epoch()
+    elastic.freeze(1)
+    nn.functional.cross_entropy(elastic.model(x[part].double()), y[part]).backward()
+    optimizer.step()
+    trained = not torch.equal(start, model.b.weight)
+    params = {name: value.tolist() for name, value in model.state_dict().items()}
+    elastic.close()
+    return {"params": params, "trained": trained}
+
+
+@pytest.mark.parametrize("mid_epoch", [True, False])
+def test_a_layer_opened_by_the_user_is_synchronised(ranks: Ranks, mid_epoch: bool) -> None:
+    first, second = ranks.run(opened_late, mid_epoch)
+    assert first["params"] == second["params"]
+    assert first["trained"]
+
+
+def drifted_outside_the_layers() -> str:
+    model = SharedTanh()
+    model.b.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none")
+    model.b.weight.data[0, 0] += elastic.rank
+    try:
+        elastic.end_epoch()
+    except DivergenceError as error:
+        return str(error)
+    finally:
+        elastic.close()
+    return "unnoticed"
+
+
+def test_ranks_that_differ_in_a_parameter_outside_all_layers_are_noticed(ranks: Ranks) -> None:
+    assert all("frozen by you" in found for found in ranks.run(drifted_outside_the_layers))

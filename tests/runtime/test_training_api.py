@@ -260,3 +260,97 @@ def test_a_sharer_is_frozen_deep_enough_from_its_first_step_and_from_the_step_af
     models.train(elastic, optimizer, 4)
     assert elastic.profile() is not None
     elastic.close()
+
+
+@pytest.mark.parametrize("value", [0.51, 0.7, 0.97])
+def test_a_metric_equal_to_the_target_reaches_it_and_is_reported_as_given(value: float) -> None:
+    elastic, optimizer = make(rule="none", target=Target(value=value), samples_per_epoch=64)
+    decision = loop(elastic, optimizer, 9, metrics=[value])[0]
+    assert decision.done
+    assert decision.metric == value
+
+
+def test_step_with_a_closure_trains_as_without() -> None:
+    x, y = models.data()
+    for kind in (torch.optim.SGD, torch.optim.LBFGS):
+        model = models.mlp()
+        twin = models.mlp()
+        optimizer = kind(model.parameters(), lr=0.1)
+        plain = kind(twin.parameters(), lr=0.1)
+        elastic = LayerElastic(model, optimizer, rule="none", env={})
+
+        def closure(net: nn.Module, of: torch.optim.Optimizer) -> torch.Tensor:
+            of.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            mine = optimizer.step(lambda: closure(elastic.model, optimizer))  # noqa: B023 - called at once
+            assert torch.equal(mine, plain.step(lambda: closure(twin, plain)))  # noqa: B023
+        assert elastic._at.samples == 3 * 64
+        assert models.bytes_of(model) == models.bytes_of(twin)
+
+
+def test_samples_of_the_users_own_accumulation_all_count() -> None:
+    elastic, optimizer = make(rule="none")
+    x, y = models.data()
+    for _ in range(2):
+        for at in (0, 16, 32):
+            nn.functional.cross_entropy(elastic.model(x[at : at + 16]), y[at : at + 16]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert elastic._at.samples == 96
+    two_views = elastic.model(x[:16]) - elastic.model(x[:16] + 1)  # one batch, seen twice, one backward
+    two_views.square().mean().backward()
+    optimizer.step()
+    assert elastic._at.samples == 96 + 16
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype, accum: int) -> None:
+    model = models.mlp().to(dtype)
+    model[3].float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model[3].register_forward_pre_hook(lambda _module, args: (args[0].float(),))
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=accum, env={})
+    x, y = models.data()
+    for _ in range(48):
+        nn.functional.cross_entropy(elastic.model(x.to(dtype)), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert np.all(np.isfinite(elastic._engine.tracker.variance))
+
+
+def test_a_move_inside_an_accumulation_waits_for_the_optimizer_step() -> None:
+    elastic, optimizer = make(rule="none", accum_steps=2)
+    models.train(elastic, optimizer, 3)
+    elastic.freeze(1)
+    assert elastic.frozen_layers == 0
+    assert elastic.end_epoch().frozen_layers == 1  # not forgotten by a decision in between
+    state = elastic.state_dict()
+    models.train(elastic, optimizer, 1)
+    assert elastic.frozen_layers == 1
+    assert elastic._at.samples_per_epoch == 48  # three micro-batches, two of them stepped
+    other, _ = make(rule="none", accum_steps=2)
+    other.load_state_dict(state)
+    assert other.frozen_layers == 1
+
+
+def test_a_layer_that_the_user_opens_later_is_adopted() -> None:
+    model = models.mlp()
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    elastic = LayerElastic(model, optimizer, rule="none", env={})
+    models.train(elastic, optimizer, 2)
+    model[1].requires_grad_(True)
+    before = models.bytes_of(model[1])
+    models.train(elastic, optimizer, 2)
+    assert models.bytes_of(model[1]) == before  # nobody would synchronise it
+    with pytest.warns(UserWarning, match=r"put right: 1\.0\.weight"):
+        elastic.end_epoch()
+    models.train(elastic, optimizer, 1)
+    assert models.bytes_of(model[1]) != before
+    elastic.freeze(2)
+    assert not model[1][0].weight.requires_grad

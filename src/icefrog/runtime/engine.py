@@ -375,6 +375,7 @@ class Engine:
             live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(live, self.options.max_grad_norm)
         result = real_step()
+        self._passed, self._counted = 0, True  # an optimizer may have run its closure again (LBFGS)
         times = self.timer.step_exit()
         full = self._step_samples == self.batch_per_gpu * self.options.accum_steps
         if times is not None and full and not self.shared:
