@@ -221,7 +221,7 @@ def test_when_every_checkpoint_is_damaged_the_last_warning_says_so(tmp_path: Pat
     store = CheckpointStore(tmp_path)
     for number in range(2):
         store.save({"n": torch.tensor(number)}, {}).write_bytes(b"x")
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="damaged") as caught:
         assert store.newest_valid() is None
     assert "using the one before it" in str(caught[0].message)
     assert "training starts from the beginning" in str(caught[-1].message)

@@ -57,7 +57,6 @@ def test_every_trainable_layer_keeps_its_exact_gradient(between: nn.Module, sett
         elastic.freeze(0)
         whole = gradients(model)
         elastic.freeze(depth)
-        x, _ = models.data()
         found = gradients(model)
         live = {name for layer in elastic.layers[depth:] for name in layer.params}
         assert set(found) == live
