@@ -20,7 +20,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    time_s: float
+    time_s: float = Field(allow_inf_nan=False)
 
 
 class Grant(BaseModel):

@@ -47,9 +47,14 @@ class Home:
 
     @classmethod
     def find(cls, path: str | Path | None = None, env: Mapping[str, str] | None = None) -> Home:
-        """``path``, else $ICEFROG_HOME, else ``./.icefrog``."""
+        """``path``, else $ICEFROG_HOME, else ``./.icefrog``. Raises :class:`UserError` where it is no folder."""
         chosen = path or (os.environ if env is None else env).get(ENV_HOME) or ".icefrog"
-        return cls(Path(chosen).absolute())
+        home = Path(chosen).absolute()
+        if "\0" in str(home) or (os.path.lexists(home) and not home.is_dir()):
+            raise UserError(
+                f"{str(home)!r} is not a folder", "give a folder, or a path that does not exist yet: --home"
+            )
+        return cls(home)
 
     @property
     def db(self) -> Path:

@@ -338,7 +338,9 @@ def cancel(home: Home, job_id: str) -> None:
         UserError: there is no such job, or it is finished.
     """
     row = next((row for row in job_rows(home) if row.job_id == job_id), None)
-    if row is not None and row.finished:
+    if row is None:
+        raise UserError(f"there is no job named {job_id!r}", "`icefrog jobs` lists them")
+    if row.finished:
         raise UserError(f"job {job_id} is {row.phase} already", "`icefrog jobs` shows the ones that are not")
     with home.open_log() as log:
         log.post([ev.CancelRequested(time_s=RealClock().now_s(), job_id=job_id)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _RESERVED_ENV = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"})
 """Which rank a process is and which GPUs are its own: what the scheduler decides (and ``ICEFROG_*``)."""
@@ -20,8 +20,21 @@ def _no_bool(value: object) -> object:
     return value
 
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-"""A whole number from 1: neither a text nor a bool nor 2.0."""
+def _plain_text(value: str) -> str:
+    """What can be a path, an argument or an environment variable, and can be written to the log."""
+    if "\0" in value:
+        raise ValueError("holds a NUL character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+Count = Annotated[int, Field(ge=1, le=1_000_000_000, strict=True)]
+"""A whole number from 1 (to a billion): neither a text nor a bool nor 2.0."""
+Text = Annotated[str, AfterValidator(_plain_text)]
+"""A text without NUL and half characters."""
 Number = Annotated[float, BeforeValidator(_no_bool)]
 """A finite number; texts like '8e10' (which YAML does not read as a number) are accepted."""
 
@@ -83,7 +96,7 @@ class JobSpec(_Frozen):
     """One training job, as its user describes it. Immutable; progress lives in ``state``."""
 
     name: str = Field(pattern=JOB_ID_PATTERN, description="unique among live jobs; also the job's id")
-    command: tuple[str, ...] | None = Field(
+    command: tuple[Text, ...] | None = Field(
         default=None,
         min_length=1,
         description="argv; {max_epochs}, {num_gpus}, {batch}, {checkpoint} are filled in",
@@ -100,9 +113,11 @@ class JobSpec(_Frozen):
     max_epochs: Count = Field(description="P0 = max_epochs x samples per epoch")
     weight: Number = Field(default=1.0, gt=0)
     share: bool = Field(default=False, description="may share one GPU with one other job")
-    checkpoint: str | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
-    env: dict[str, str] = Field(default_factory=dict)
-    cwd: str | None = Field(default=None, description="folder the command runs in; default: where the job is submitted")
+    checkpoint: Text | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
+    env: dict[Text, Text] = Field(default_factory=dict)
+    cwd: Text | None = Field(
+        default=None, description="folder the command runs in; default: where the job is submitted"
+    )
     stop_grace_s: Number = Field(
         default=30.0, gt=0, description="time to save a checkpoint and leave when asked to, s; killed after it"
     )
@@ -118,7 +133,7 @@ class JobSpec(_Frozen):
         gt=0,
         description="logged service time at num_gpus, s: only oracle policies and the world read it",
     )
-    labels: dict[str, str] = Field(default_factory=dict, description="user, VC, ...: carried through to jobs.csv")
+    labels: dict[Text, Text] = Field(default_factory=dict, description="user, VC, ...: carried through to jobs.csv")
 
     @field_validator("gpus")
     @classmethod
@@ -130,9 +145,18 @@ class JobSpec(_Frozen):
     @field_validator("env")
     @classmethod
     def _not_reserved(cls, env: dict[str, str]) -> dict[str, str]:
+        if wrong := [name for name in env if not name or "=" in name]:
+            raise ValueError(f"{wrong[0]!r} cannot be the name of a variable")
         if taken := [name for name in env if name in _RESERVED_ENV or name.startswith("ICEFROG_")]:
             raise ValueError(f"the scheduler sets {', '.join(taken)} for each rank")
         return env
+
+    @field_validator("command")
+    @classmethod
+    def _names_a_program(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if command is not None and not command[0].strip():
+            raise ValueError("the program has no name")
+        return command
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
@@ -162,8 +186,8 @@ class JobSpec(_Frozen):
 class NodeSpec(_Frozen):
     """``count`` equal nodes."""
 
-    gpus: Count = Field(description="GPUs a node")
-    count: Count = 1
+    gpus: int = Field(ge=1, le=1024, strict=True, description="GPUs a node")
+    count: int = Field(default=1, ge=1, le=100_000, strict=True)
     gpu_type: str = "any"
     gpu_mem_bytes: Number = Field(default=80e9, gt=0)
 
@@ -171,7 +195,7 @@ class NodeSpec(_Frozen):
 class ClusterSpec(_Frozen):
     """The nodes of a cluster, in order. Node ``i`` of the flattened list is what placement calls node ``i``."""
 
-    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1, max_length=1000)
 
     @property
     def gpus_per_node(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_FILE_BYTES = 1_000_000
-_CLUSTER_PATTERN = re.compile(r"^(\d+)x(\d+)(?::([A-Za-z0-9._-]+))?$")
+_CLUSTER_PATTERN = re.compile(r"^([0-9]{1,9})x([0-9]{1,9})(?::([A-Za-z0-9._-]+))?$")
 GPU_MEM_BYTES: Mapping[str, float] = {
     "t4": 16e9,
     "rtx": 11e9,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -81,6 +82,22 @@ def test_solve_refuses_what_is_no_problem(tmp_path, capsys, text):
         ["simulate", "--trace", "no.csv", "--cluster", "4x4", "--policy", "fifo"],
         ["simulate", "--trace", "synth:philly-120", "--cluster", "4by4", "--policy", "fifo"],
         ["simulate", "--trace", "synth:philly-120", "--cluster", "4x4", "--policy", "fifo", "--jobs", "0"],
+        *[
+            ["simulate", *SMALL, "--policy", "fifo", option, value]
+            for option, value in (
+                ("--noise", "nan"),
+                ("--round", "nan"),
+                ("--round", "inf"),
+                ("--restart", "nan"),
+                ("--restart", "1e300"),
+                ("--load", "1e-300"),
+                ("--load", "inf"),
+                ("--hours", "nan"),
+                ("--hours", "0"),
+            )
+        ],
+        ["up", "--round", "nan"],
+        ["cancel", "\udcff"],
         ["trace", "describe", "no.csv"],
         ["trace", "synth", "nothing", "x.csv"],
         ["report", "no-such-folder"],
@@ -98,6 +115,55 @@ def test_live_commands_in_an_empty_home(capsys, tmp_path, command):
     assert capsys.readouterr().out == "no jobs\n"
     assert run(["down", "--home", str(tmp_path / "home")]) == 0
     assert not (tmp_path / "home").exists()  # asking creates nothing
+
+
+@pytest.mark.parametrize("argv", [["up"], ["down"], ["jobs"], ["explain", "a"], ["logs", "a"], ["cancel", "a"]])
+def test_a_home_that_is_no_folder(capsys, tmp_path, argv):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("file", "loop"):
+        assert "is not a folder" in wrong(capsys, *argv, "--home", str(tmp_path / name))
+
+
+def test_a_key_given_twice_is_no_problem_to_solve(capsys, tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text('{"gpus": 4, "gpus": 8, "jobs": []}')
+    assert "'gpus' is given twice" in wrong(capsys, "solve", str(path))
+
+
+def test_a_wrong_trace_leaves_no_folder_behind(capsys, tmp_path):
+    out = tmp_path / "out"
+    wrong(capsys, "simulate", "--trace", "no.csv", "--cluster", "4x4", "--policy", "fifo", "--out", str(out))
+    assert not out.exists()
+
+
+def test_a_trace_with_a_column_twice(capsys, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("job_id,submit_s,submit_s,num_gpus,duration_s\na,0,0,1,10\n")
+    assert "given twice" in wrong(capsys, "trace", "describe", str(path))
+
+
+def test_damaged_simulations_are_not_reported(capsys, tmp_path):
+    out = tmp_path / "one"
+    assert run(["simulate", *SMALL, "--policy", "fifo", "--out", str(out)]) == 0
+    capsys.readouterr()
+    summary, events = out / "summary.json", out / "fifo" / "events.jsonl"
+    good, log = summary.read_text(), events.read_text()
+    spoilt = {
+        "nested": (summary, "[" * 100_000),
+        "nan": (summary, re.sub(r'"wall_s": [0-9.e-]+', '"wall_s": NaN', good)),
+        "schema": (summary, good.replace('"schema": 1', '"schema": 99')),
+        "smaller cluster": (summary, good.replace('"count": 4', '"count": 1')),
+        "empty log": (events, ""),
+        "nan time": (events, re.sub(r'"time_s":[0-9.]+', '"time_s":NaN', log, count=1)),
+    }
+    for what, (path, text) in spoilt.items():
+        summary.write_text(good)
+        events.write_text(log)
+        assert path.read_text() != text, what
+        path.write_text(text)
+        wrong(capsys, "report", str(out))
+        assert path.read_text() == text, what  # nothing was overwritten
 
 
 def test_submit_hands_in_all_files_or_none(tmp_path, capsys):

@@ -81,6 +81,13 @@ def test_the_published_schemas_in_the_docs_are_up_to_date():
         (("weight: 1.0", "share: false"), 9, "share", "", "keep one"),
         (("weight: 1.0", "weight: ["), 11, "", "", "brackets"),
         (("checkpoint: ./runs/digits-cnn", "checkpoint: 2020-13-45"), 1, "", "", "quote"),
+        (("checkpoint: ./runs/digits-cnn", 'checkpoint: "a\\0"'), 10, "checkpoint", "NUL", "folder"),
+        (("checkpoint: ./runs/digits-cnn", 'checkpoint: "a\\ud800"'), 10, "checkpoint", "surrogate", "folder"),
+        (('{OMP_NUM_THREADS: "1"}', '{"A=B": x}'), 11, "env", "'A=B'", "mapping"),
+        (('{OMP_NUM_THREADS: "1"}', '{"": x}'), 11, "env", "''", "mapping"),
+        (('{OMP_NUM_THREADS: "1"}', '{A: "x\\0"}'), 11, "env.A", "NUL", "mapping"),
+        (("command: [python,", "command: ['',"), 2, "command", "no name", "program"),
+        (("[1, 2, 4]", "[1" + "0" * 300 + "]"), 3, "gpus.0", "", "whole numbers"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_named_with_its_line(tmp_path, change, line, key, given, hint):
@@ -136,7 +143,17 @@ def test_clusters(tmp_path):
     assert "did you mean gpus" in error.value.hint
 
 
-@pytest.mark.parametrize("text", ["", "12", "0x4", "12x0", "12x4:warp9", "12x4x4", "-1x4", "999999999x4", "no.yaml"])
+def test_a_cluster_file_has_bounds(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    for wrong in ("{count: 1" + "0" * 300 + ", gpus: 4}", "{count: 2, gpus: 100000}"):
+        path.write_text(f"nodes:\n- {wrong}\n")
+        with pytest.raises(UserError, match=r"cluster.yaml:2: nodes\.0\."):
+            load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["١x٢", "", "12", "0x4", "12x0", "12x4:warp9", "12x4x4", "-1x4", "999999999x4", "no.yaml"]
+)
 def test_wrong_cluster_texts(text):
     with pytest.raises(UserError):
         parse_cluster(text)

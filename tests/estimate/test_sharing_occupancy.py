@@ -94,4 +94,6 @@ def test_a_depth_that_was_never_measured_is_not_believed_to_free_anything() -> N
     assert params.mem_bytes == pytest.approx((1e9, 0.0, 0.0, 0.0), abs=1e-3)
     deeper = OccupancyPoint(batch_per_gpu=64, theta=0.5, omega=0.5, mem_bytes=0.8e9, util_pct=79.0)
     base, _, per_theta, per_omega = fit_occupancy([measured, deeper]).util_pct
-    assert base + 0.25 * (per_theta + per_omega) + 64 * fit_occupancy([measured, deeper]).util_pct[1] == pytest.approx(69.0)
+    assert base + 0.25 * (per_theta + per_omega) + 64 * fit_occupancy([measured, deeper]).util_pct[1] == pytest.approx(
+        69.0
+    )

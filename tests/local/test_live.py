@@ -132,7 +132,7 @@ def test_cancelling_before_the_controller_runs_and_when_it_is_too_late(home: liv
     assert not (home.jobs_dir / "a").exists()
     with pytest.raises(UserError, match="is cancelled already"):
         live.cancel(home, "a")
-    with pytest.raises(UserError, match="no job named b"):
+    with pytest.raises(UserError, match="no job named 'b'"):
         live.cancel(home, "b")
     with pytest.raises(UserError, match="no job named b"):
         live.explain(home, "b")

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from icefrog.cli.numbers import ROUND_S
 from icefrog.errors import UserError
 
 _HOME = click.option(
@@ -42,7 +43,7 @@ def _me(home: Path | None) -> str:
     "--set", "settings", multiple=True, metavar="POLICY.KEY=VALUE", help="An option of the policy; repeatable."
 )
 @click.option("--slots", type=click.IntRange(1, 1024), help="CPU slots to use as GPUs. Default: GPUs, else one a core.")
-@click.option("--round", "round_s", type=click.FloatRange(min=1.0), help="Seconds between rounds.")
+@click.option("--round", "round_s", type=ROUND_S, help="Seconds between rounds.")
 @click.option(
     "--until-idle", is_flag=True, help="Return when every job is finished; 1 if one failed or missed its target."
 )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import click
 from rich.console import Console
 
+from icefrog.cli.numbers import HOURS, LOAD, NOISE, RESTART_S, ROUND_S
 from icefrog.errors import UserError
 
 
@@ -22,24 +23,20 @@ from icefrog.errors import UserError
 @click.option("--trace", "source", required=True, metavar="FILE|synth:NAME", help="A job log, or a generator.")
 @click.option("--cluster", required=True, metavar="NxG[:TYPE]|FILE", help="12x4: 12 nodes of 4 GPUs; or a YAML file.")
 @click.option("--policy", "policy_list", required=True, metavar="NAME[,NAME...]", help="See `icefrog policies`.")
-@click.option("--load", type=float, default=1.0, show_default=True, help="Times the jobs in the same time.")
+@click.option("--load", type=LOAD, default=1.0, show_default=True, help="Times the jobs in the same time.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of sampling, matching and noise."
 )
 @click.option("--start", metavar="ISO", help="Only jobs submitted from this local time on, e.g. 2017-10-03T03:00.")
-@click.option("--hours", type=float, help="Only jobs submitted within so many hours.")
+@click.option("--hours", type=HOURS, help="Only jobs submitted within so many hours.")
 @click.option("--jobs", "num_jobs", type=int, help="Sample so many jobs (times the load).")
 @click.option("--world", type=click.Choice(["icefrog"]), default="icefrog", show_default=True, help="The world model.")
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="ICEFROG_DATA", help="Measured profiles a world needs.")
 @click.option("--set", "settings", multiple=True, metavar="POLICY.KEY=VALUE", help="An option of a policy; repeatable.")
-@click.option("--round", "round_s", type=click.FloatRange(min=1.0), default=300.0, show_default=True, help="Round, s.")
-@click.option(
-    "--restart", "restart_s", type=click.FloatRange(min=0.0), default=60.0, show_default=True, help="Cost, s."
-)
-@click.option(
-    "--noise", type=click.FloatRange(0.0, 2.0), default=0.05, show_default=True, help="Error of the estimates."
-)
+@click.option("--round", "round_s", type=ROUND_S, default=300.0, show_default=True, help="Round, s.")
+@click.option("--restart", "restart_s", type=RESTART_S, default=60.0, show_default=True, help="Cost, s.")
+@click.option("--noise", type=NOISE, default=0.05, show_default=True, help="Error of the estimates.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for summary, report, job tables and event logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json.")
 def simulate(
@@ -71,9 +68,9 @@ def simulate(
     policies = parse_policies(policy_list)
     options = parse_settings(settings, policies)
     nodes = parse_cluster(cluster)
-    out_dir = writable_folder(out)
     choice = TraceChoice(source, trace_format, load, parse_time(start), hours, num_jobs, seed)
     workload = prepare(choice, nodes)
+    out_dir = writable_folder(out)
     config = SimSettings(seed=seed, round_s=round_s, restart_s=restart_s, world=WorldConfig(noise=noise))
     with _progress(len(policies)) as progress:
         document = replay(
@@ -213,12 +210,22 @@ def writable_folder(path: Path | None) -> Path | None:
     return path
 
 
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a key stand twice and takes the last; for a decision on GPUs that is a mistake, not a feature."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice in one object")
+    return found
+
+
 def read_json(path: Path) -> Any:
     """JSON from a file or, for ``-``, from standard input. Raises :class:`UserError` with line and column."""
     name = "standard input" if str(path) == "-" else str(path)
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{name}:{error.lineno}:{error.colno}: not JSON: {error.msg}", "give one JSON object"

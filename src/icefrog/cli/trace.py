@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from icefrog.cli.numbers import HOURS, LOAD
 from icefrog.cli.simulation import parse_time
 
 
@@ -19,7 +20,7 @@ def trace() -> None:
 @click.argument("source", metavar="FILE|synth:NAME")
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--start", metavar="ISO", help="Only jobs submitted from this local time on.")
-@click.option("--hours", type=float, help="Only jobs submitted within so many hours.")
+@click.option("--hours", type=HOURS, help="Only jobs submitted within so many hours.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def describe(source: str, trace_format: str | None, start: str | None, hours: float | None, as_json: bool) -> None:
     """What is in a trace: rows kept and dropped by reason, quantiles, a histogram of durations."""
@@ -36,7 +37,7 @@ def describe(source: str, trace_format: str | None, start: str | None, hours: fl
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--start", metavar="ISO", help="Only jobs submitted from this local time on.")
-@click.option("--hours", type=float, help="Only jobs submitted within so many hours.")
+@click.option("--hours", type=HOURS, help="Only jobs submitted within so many hours.")
 @click.option("--jobs", "num_jobs", type=int, help="Sample so many jobs.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sample.")
 def convert(
@@ -58,7 +59,7 @@ def convert(
 @trace.command()
 @click.argument("name", metavar="NAME")
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--load", type=float, default=1.0, show_default=True, help="Times the generator's number of jobs.")
+@click.option("--load", type=LOAD, default=1.0, show_default=True, help="Times the generator's number of jobs.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def synth(name: str, target: Path, load: float, seed: int) -> None:
     """Generate a trace (synth:philly-120) as our own CSV."""

@@ -54,9 +54,9 @@ class OccupancyPoint:
 def fit_occupancy(points: Sequence[OccupancyPoint]) -> OccupancyParams:
     """Least squares on the points; what they do not vary (no frozen ones yet, say) has no influence.
 
-    With fewer than four independent points, the slopes of least norm through them are taken, around their mean. So a depth that
-    was never measured is not believed to free memory or compute: deep freezing must not look like a way to fit beside a
-    partner before anything was seen of it.
+    With fewer than four independent points, the slopes of least norm through them are taken, around their mean. So a depth
+    that was never measured is not believed to free memory or compute: deep freezing must not look like a way to fit beside
+    a partner before anything was seen of it.
 
     Raises:
         ValueError: no points.

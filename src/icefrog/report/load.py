@@ -16,7 +16,7 @@ from icefrog.eventlog import read_log
 from icefrog.report.html import write_report
 from icefrog.report.metrics import summarise
 from icefrog.report.record import RunRecord, fold
-from icefrog.report.tables import summary_document, write_jobs_csv, write_summary
+from icefrog.report.tables import SCHEMA_VERSION, summary_document, write_jobs_csv, write_summary
 from icefrog.spec import ClusterSpec
 from icefrog.state import IllegalTransitionError
 
@@ -89,6 +89,10 @@ def _live(path: Path) -> LoadedRuns:
 
 def _simulation(path: Path, only: str | None = None) -> LoadedRuns:
     document = _json(path / SUMMARY)
+    if document.get("schema", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise UserError(
+            f"{path / SUMMARY}: schema {document['schema']!r} is not {SCHEMA_VERSION}", "run the simulation again"
+        )
     cluster = _cluster(document.get("cluster"), path / SUMMARY)
     runs: dict[str, RunRecord] = {}
     rows: list[dict[str, Any]] = []
@@ -97,6 +101,8 @@ def _simulation(path: Path, only: str | None = None) -> LoadedRuns:
         if only not in (None, policy):
             continue
         run = _fold(path / policy / EVENTS, cluster, live=False)
+        if old.get("jobs") and not run.jobs:
+            raise UserError(f"{path / policy / EVENTS} is empty", "restore it from a copy, or run the simulation again")
         measured = {key: old.get(key) for key in ("wall_s", "decision_s")}  # the log does not know them
         row = summarise(run, policy=policy, seed=old.get("seed", 0), **measured)
         rows.append({**row, **{key: value for key, value in old.items() if key not in row}})
@@ -127,10 +133,14 @@ def _fold(log: Path, cluster: ClusterSpec, *, live: bool) -> RunRecord:
         raise UserError(f"{log} is not a log that can be replayed: {error}", "restore it from a copy") from error
 
 
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"cannot read {path}: {error}", "restore it from a copy, or run the simulation again"
         ) from error

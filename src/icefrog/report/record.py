@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from icefrog import events as ev
 from icefrog.spec import ClusterSpec, Target
-from icefrog.state import ClusterState, JobState, Phase
+from icefrog.state import ClusterState, IllegalTransitionError, JobState, Phase
 from icefrog.types import GpuId
 
 StepSeries: TypeAlias = tuple[tuple[float, float], ...]
@@ -173,8 +173,16 @@ def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec, *, live: bool | 
     """
     state = ClusterState(cluster)
     collector = _Collector()
+    sizes = cluster.gpus_per_node
     for record in records:
         state.apply(record)
+        # A live cluster may have been larger in an earlier life; a simulation's is what its summary says.
+        if live is False and isinstance(record, ev.Start | ev.Resize):
+            for gpu in record.gpus:
+                if not (0 <= gpu.node < len(sizes) and 0 <= gpu.device < sizes[gpu.node]):
+                    raise IllegalTransitionError(
+                        f"{record.job_id} uses {gpu}, which the cluster {cluster.label()} lacks"
+                    )
         collector.see(record, state)
     return collector.run(state, live)
 

@@ -86,8 +86,11 @@ def parse_table(path: Path, text: str) -> Table:
     """Split the text into cells.
 
     Raises:
-        UserError: a line with more cells than the header, or quotes that do not close.
+        UserError: a line with more cells than the header, quotes that do not close, or a column given twice.
     """
+    header = header_of(text)
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise UserError(f"{path}, line 1: the column {twice!r} is given twice", "keep one of the two columns")
     try:
         frame = pl.read_csv(
             io.BytesIO(text.encode()),
