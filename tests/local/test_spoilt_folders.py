@@ -163,13 +163,13 @@ def test_samples_beyond_the_end_do_not_move_it(rig: Rig) -> None:
     assert (rig.state.jobs["a"].effective_samples, rig.state.jobs["a"].total_samples) == (723, 500)
 
 
-@pytest.mark.parametrize("command", [("no-such-program-anywhere",), ("",), ("a\0b",)])
+@pytest.mark.parametrize("command", [("no-such-program-anywhere",), ("./no/such/program", "x"), ("/etc/passwd",)])
 def test_what_never_ran_was_never_up(rig: Rig, command: tuple[str, ...]) -> None:
     rig.submit(job_spec("a", command=command))
     rig.start("a", 0)
     rig.until_phase("a", Phase.PENDING)
     assert rig.kinds("a") == ["start", "job_crashed"]
-    assert f"cannot start {command[0]}".partition("\0")[0] in rig.reason("a")
+    assert f"cannot start {command[0]}" in rig.reason("a")
     assert str(job_spec("a").cwd) in rig.reason("a")
 
 

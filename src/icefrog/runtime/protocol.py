@@ -7,9 +7,10 @@ a stop by creating a file ``stop`` in it, and changes the bounds of a running jo
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from icefrog.profile import Profile
 from icefrog.spec import Target
@@ -48,10 +49,15 @@ class Grant(_Frozen):
     max_epochs: int | None = Field(default=None, ge=1)
 
 
+def _finite(time_s: float) -> float:
+    """A clock that says nothing sensible says 0; readers keep each job's times in order anyway."""
+    return time_s if math.isfinite(time_s) else 0.0
+
+
 class Report(_Frozen):
     """Common to all lines of ``reports.jsonl``."""
 
-    time_s: float = Field(description="seconds since the epoch")
+    time_s: Annotated[float, AfterValidator(_finite)] = Field(description="seconds since the epoch")
 
 
 class Started(Report):
