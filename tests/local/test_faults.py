@@ -116,4 +116,4 @@ def test_controllers_supervisors_and_ranks_killed_in_any_order(rig: Rig, seed: i
         rig.until(lambda: rig.state.jobs["a"].finished or rig.state.jobs["a"].phase is Phase.PENDING)
     assert rig.state.jobs["a"].phase is Phase.COMPLETED
     assert rig.kinds("a").count("job_finished") == 1
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])

@@ -27,7 +27,7 @@ def test_a_job_runs_reports_and_finishes(rig: Rig) -> None:
     assert [r.epoch for r in rig.log if isinstance(r, ev.ProgressReported)] == [1, 2, 3]
     assert (job.metric, job.effective_samples, job.total_samples) == (1.0, 300, 300)
     assert rig.executor.idle()
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
     log = (rig.home.jobs_dir / "a" / "attempt-1" / "log").read_text()
     assert sorted(line.partition(":")[0] for line in log.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
@@ -155,7 +155,7 @@ def test_a_rank_that_dies_takes_the_gang_with_it_and_its_last_words_are_the_reas
     rig.start("a", 0, 1)
     rig.until_phase("a", Phase.PENDING)
     assert rig.reason("a") == "attempt 1 died: rank 1 exited with 1: out of memory"
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
 
 
 def test_resize_goes_on_from_the_checkpoint_when_the_gpus_are_free(rig: Rig) -> None:
@@ -215,7 +215,7 @@ def test_cancelling_while_starting(rig: Rig) -> None:
     rig.look()
     rig.cancel("a")
     rig.until_phase("a", Phase.CANCELLED)
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
 
 
 def test_cancelling_while_resizing(rig: Rig) -> None:
@@ -226,7 +226,7 @@ def test_cancelling_while_resizing(rig: Rig) -> None:
     rig.look()
     rig.cancel("a")
     rig.until_phase("a", Phase.CANCELLED)
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
     assert not (rig.home.jobs_dir / "a" / "attempt-2").exists()
 
 
@@ -250,7 +250,7 @@ def test_a_job_that_does_not_leave_is_killed_after_its_grace(rig: Rig) -> None:
     rig.until_phase("a", Phase.PENDING)
     assert "did not leave within 0.5 s" in rig.reason("a")
     assert rig.state.jobs["a"].effective_samples >= 300  # of its last checkpoint
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
 
 
 def test_hurry_does_not_wait_for_the_grace(rig: Rig) -> None:
@@ -268,7 +268,7 @@ def test_a_foreign_command_is_asked_with_a_signal(rig: Rig) -> None:
     rig.pids("a", 1)
     rig.leave("a")
     rig.until_phase("a", Phase.PENDING)
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
 
 
 # -- dying at bad moments ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_a_killed_supervisor_leaves_nothing_behind_and_is_one_crash(rig: Rig) ->
     os.kill(supervisor, signal.SIGKILL)
     rig.until_phase("a", Phase.PENDING)
     assert rig.reason("a") == "attempt 1 died: its supervisor was killed"
-    assert rig.processes() == []
+    rig.until(lambda: rig.processes() == [])
     rig.start("a", 0)
     rig.until_phase("a", Phase.COMPLETED)
 
