@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from local_rig import Rig, job_spec
 
 from icefrog import events as ev
-from icefrog.executors.local.attempts import JobFolder
+from icefrog.executors.local.attempts import JobFolder, Life
 from icefrog.executors.local.reports import Tail
 from icefrog.executors.local.text import plain
 from icefrog.runtime import protocol
 from icefrog.spec import Target
 from icefrog.state import FINAL, Phase
+from icefrog.testing import builders as b
 
 STARTED = {"kind": "started", "time_s": 1.0, "layers": ["a"], "samples_per_epoch": 10, "epoch": 0}
 STARTED |= {"effective_samples": 0, "resumed": False}
@@ -193,3 +195,21 @@ def test_a_silent_job_has_held_its_gpus_since_its_ranks_were_there(rig: Rig) -> 
     assert held is not None
     assert held.since_s == JobFolder(rig.home.jobs_dir / "a").attempt(1).up_since_s()
     assert rig.clock.now_s() - held.since_s >= 0.5
+
+
+def test_a_supervisor_that_begins_between_two_looks_is_not_taken_for_dead(rig: Rig, monkeypatch) -> None:
+    """`life` looks at several files one after the other; the supervisor may write them in between."""
+    attempt = JobFolder(rig.home.jobs_dir / "a").attempt(1)
+    attempt.create(job_spec("a", 20, 0.05), b.gpus(1), b.grant(1), {})
+    real, spawned = os.path.lexists, []
+
+    def late(path):
+        if not spawned:  # it comes up exactly here
+            spawned.append(attempt.spawn())
+            rig.until(lambda: real(attempt.path / "supervisor.pid"))
+        return real(path)
+
+    monkeypatch.setattr(os.path, "lexists", late)
+    assert attempt.life() is Life.RUNNING
+    rig.until(lambda: attempt.life() is Life.OVER)
+    spawned[0].wait()

@@ -172,10 +172,11 @@ class Attempt:
         if known is None:
             if self._locked():
                 return Life.RUNNING
-            known = self._supervisor()  # it may have run between the two looks
-            if known is None:  # not even begun, unless something is left where its files were
-                began = any(os.path.lexists(self.path / name) for name in ("supervisor.pid", "exit.json"))
-                return Life.OVER if began else Life.NOT_BEGUN
+            if not any(os.path.lexists(self.path / name) for name in ("supervisor.pid", "exit.json")):
+                return Life.NOT_BEGUN
+            known = self._supervisor()  # only now: it may have begun since the first look
+            if known is None:  # something is left where its files were, and it cannot be read
+                return Life.RUNNING if self._locked() else Life.OVER
         pid, ticks = known
         if self.exit_record() is None and supervisor.start_ticks(pid) == ticks:
             return Life.RUNNING
