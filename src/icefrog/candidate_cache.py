@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from icefrog.candidates import MIN_TTA_S, candidates
+from icefrog.candidates import LAYER_ELASTIC, MIN_TTA_S, candidates
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
-from icefrog.types import Candidate, Config, Estimate, GradientStats, JobView
+from icefrog.types import Candidate, Config, Estimate, GradientStats, JobView, Pricing
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class _Basis:
     current: Config | None
     frozen_layers: int
     cluster: ClusterSpec
-    freeze: bool
+    pricing: Pricing
 
     def same(self, other: _Basis) -> bool:
         """Equal; large parts by identity, since a state keeps the object until a report replaces it."""
@@ -31,7 +31,7 @@ class _Basis:
             and self.cluster is other.cluster
             and self.current == other.current
             and self.frozen_layers == other.frozen_layers
-            and self.freeze == other.freeze
+            and self.pricing == other.pricing
         )
 
 
@@ -45,18 +45,18 @@ class CandidateCache:
         self._known: dict[str, tuple[_Basis, tuple[Candidate, ...]]] = {}
 
     def __call__(
-        self, view: JobView, cluster: ClusterSpec, now_s: float, *, freeze: bool = True
+        self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing = LAYER_ELASTIC
     ) -> tuple[Candidate, ...]:
         """The job's options at ``now_s``."""
         if view.profile is None or view.remaining_samples is None:
-            return candidates(view, cluster, now_s, freeze=freeze)
+            return candidates(view, cluster, now_s, pricing)
         current = view.config if view.running and not view.shared else None
-        basis = _Basis(view.spec, view.profile, view.stats, current, view.frozen_layers, cluster, freeze)
+        basis = _Basis(view.spec, view.profile, view.stats, current, view.frozen_layers, cluster, pricing)
         known = self._known.get(view.job_id)
         if known is not None and known[0].same(basis):
             age_s = max(now_s - view.submit_s, 0.0)
             return tuple(_aged(option, age_s, view.remaining_samples) for option in known[1])
-        fresh = candidates(view, cluster, now_s, freeze=freeze)
+        fresh = candidates(view, cluster, now_s, pricing)
         self._known[view.job_id] = (basis, fresh)
         return fresh
 

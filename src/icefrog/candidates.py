@@ -15,7 +15,7 @@ from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
 from icefrog.spec import ClusterSpec
-from icefrog.types import Candidate, Config, Estimate, JobView
+from icefrog.types import Candidate, Config, Estimate, JobView, Pricing
 
 IndexArray = npt.NDArray[np.intp]
 
@@ -25,6 +25,8 @@ PRIOR_EFFICIENCY = 0.95
 PRIOR_REMAINING_S = 3600.0
 """Remaining time on one GPU assumed for such a job; it only sets how much the job's age weighs."""
 MIN_TTA_S = 1e-3
+LAYER_ELASTIC = Pricing(freezing="tuner")
+"""The Layer Tuner, the job's batch as it is (Eq. 15)."""
 
 
 def min_nodes(cluster: ClusterSpec, num_gpus: int) -> int | None:
@@ -37,8 +39,8 @@ def candidates(
     view: JobView,
     cluster: ClusterSpec,
     now_s: float,
+    pricing: Pricing = LAYER_ELASTIC,
     *,
-    freeze: bool = True,
     hysteresis: float = 0.0,
     max_shared: int = MAX_SHARED_CANDIDATES,
 ) -> tuple[Candidate, ...]:
@@ -48,7 +50,7 @@ def candidates(
         view: what is known of the job.
         cluster: its size decides which counts fit, and how many nodes each spans at least.
         now_s: for T_age.
-        freeze: False prices full training only (baselines).
+        pricing: whether layers may be frozen; the default is the Layer Tuner.
         hysteresis: least relative gain in E for which the estimate leaves the configuration the job runs
             with.
         max_shared: largest size of the shared set.
@@ -62,6 +64,7 @@ def candidates(
     placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
         return _prior_candidates(view, placements, age_s)
+    freeze = pricing.freezing != "none"
     rule = _rule(view, view.profile, cluster, placements, freeze)
     current = view.config if view.running and not view.shared else None
     choices = _tuned(view, view.profile, rule, freeze, current, hysteresis, max_shared)

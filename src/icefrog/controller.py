@@ -11,7 +11,7 @@ from icefrog.placement import num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
-from icefrog.types import Candidate, Candidates, GpuId, JobView, Plan, Snapshot
+from icefrog.types import Candidate, Candidates, GpuId, JobView, Plan, Pricing, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,8 @@ class PolicyError(Exception):
 class CandidateSource(Protocol):
     """Where a job's options come from: ``icefrog.candidates.candidates``, or a test's own."""
 
-    def __call__(
-        self, view: JobView, cluster: ClusterSpec, now_s: float, *, freeze: bool = True
-    ) -> tuple[Candidate, ...]:
-        """The job's options; ``freeze=False`` prices full training only."""
+    def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> tuple[Candidate, ...]:
+        """The job's options, priced as the policy wants them."""
         ...
 
 
@@ -89,13 +87,13 @@ class Controller:
     # -- consequences that no policy decides ------------------------------------------------------------------------------
 
     def _calls_for_decision(self, event: ev.Event) -> bool:
-        if isinstance(event, ev.Tick):
+        if isinstance(event, ev.Tick | ev.NodeDown | ev.NodeUp):
             return True
         changes = ev.JobSubmitted | ev.JobFinished | ev.JobStopped | ev.JobCrashed | ev.CancelRequested
         return self.config.event_driven and isinstance(event, changes)
 
     def _consequence(self, event: ev.Event, step: Step) -> None:
-        if isinstance(event, ev.Tick | ev.PlanDecided):
+        if isinstance(event, ev.Tick | ev.PlanDecided | ev.NodeDown | ev.NodeUp):
             return
         self._settle(self.state.jobs[event.job_id], step)
 
@@ -143,7 +141,7 @@ class Controller:
             oracle=self.policy.oracle,
         )
         options = {
-            job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, freeze=self.policy.freezes)
+            job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, self.policy.pricing)
             for job in snapshot.jobs
         }
         # 2. The policy's plan, and where it goes.
@@ -162,6 +160,8 @@ class Controller:
         for _ in range(self.config.max_replans):
             plan = self.policy.decide(snapshot, options)
             verify(plan, snapshot, options)
+            if plan.gpus is not None:
+                return plan, dict(plan.gpus)
             placement = place(snapshot, plan)
             if not placement.unplaced:
                 return plan, placement.allocation
@@ -217,13 +217,16 @@ class Controller:
 
     def _grant(self, job: JobState, choice: Candidate, gpus: Sequence[GpuId]) -> ev.Grant:
         config = choice.config
+        freezing = self.policy.pricing.freezing
         return ev.Grant(
             num_gpus=config.num_gpus,
             num_nodes=num_nodes(gpus),
             batch_per_gpu=config.batch_per_gpu,
             accum_steps=config.accum_steps,
-            min_frozen_layers=config.frozen_layers if config.shared and self.policy.freezes else 0,
-            max_frozen_layers=None if self.policy.freezes else 0,
+            min_frozen_layers=config.frozen_layers if config.shared and freezing != "none" else 0,
+            max_frozen_layers=None if freezing != "none" else 0,
+            freezing=freezing,
+            elastic_batch=self.policy.pricing.batch == "elastic",
             shared=config.shared,
         )
 
@@ -265,5 +268,24 @@ def verify(plan: Plan, snapshot: Snapshot, options: Candidates) -> None:
     if missing := jobs - set(plan.reasons):
         raise PolicyError(f"no reason given for {sorted(missing)[:5]}")
     used = sum(c.config.num_gpus for c in plan.choices.values() if not c.config.shared) + len(plan.pairs)
-    if used > snapshot.cluster.num_gpus:
-        raise PolicyError(f"the plan uses {used} GPUs of {snapshot.cluster.num_gpus}")
+    if used > snapshot.num_gpus:
+        raise PolicyError(f"the plan uses {used} GPUs of {snapshot.num_gpus}")
+    if plan.gpus is not None:
+        _verify_map(plan, snapshot, plan.gpus)
+
+
+def _verify_map(plan: Plan, snapshot: Snapshot, gpus_of: Mapping[str, tuple[GpuId, ...]]) -> None:
+    """A policy that names GPUs names as many as it chose, in service, each for one job or one pair."""
+    sizes = snapshot.node_gpus
+    owners: dict[GpuId, str] = {}
+    unit = {b: a for a, b in plan.pairs}
+    if set(gpus_of) != set(plan.choices):
+        raise PolicyError(f"GPUs are named for other jobs than chosen: {sorted(set(gpus_of) ^ set(plan.choices))[:5]}")
+    for job_id, gpus in gpus_of.items():
+        if len(gpus) != plan.choices[job_id].config.num_gpus or len(set(gpus)) != len(gpus):
+            raise PolicyError(f"{job_id}: {plan.choices[job_id].config.num_gpus} GPUs chosen, {gpus} named")
+        for gpu in gpus:
+            if not (0 <= gpu.node < len(sizes) and 0 <= gpu.device < sizes[gpu.node]):
+                raise PolicyError(f"{job_id}: {gpu} is not in service")
+            if owners.setdefault(gpu, unit.get(job_id, job_id)) != unit.get(job_id, job_id):
+                raise PolicyError(f"{gpu} is named for {owners[gpu]} and {job_id}")

@@ -36,6 +36,10 @@ class Grant(BaseModel):
         default=0, ge=0, description="a sharer must freeze this deep to fit beside its partner"
     )
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: the job's own bound")
+    freezing: Literal["none", "tuner", "freezeout"] = Field(
+        default="tuner", description="the rule by which the job may freeze within these bounds"
+    )
+    elastic_batch: bool = Field(default=False, description="the job may move its global batch by itself")
     shared: bool = False
 
     @property
@@ -143,6 +147,21 @@ class Tick(Record):
     kind: Literal["tick"] = "tick"
 
 
+class NodeDown(Record):
+    """A node has left service (it failed, or its owner took it back). Attempts that held GPUs on it crash by themselves."""
+
+    kind: Literal["node_down"] = "node_down"
+    node: int = Field(ge=0, description="index in the cluster's list of single nodes")
+    reason: str = ""
+
+
+class NodeUp(Record):
+    """A node is in service again."""
+
+    kind: Literal["node_up"] = "node_up"
+    node: int = Field(ge=0, description="index in the cluster's list of single nodes")
+
+
 # --- facts: concluded by the controller ------------------------------------------------------------------------------
 
 
@@ -226,6 +245,8 @@ Event: TypeAlias = (
     | JobCrashed
     | JobFinished
     | Tick
+    | NodeDown
+    | NodeUp
     | PlanDecided
     | JobFailed
 )

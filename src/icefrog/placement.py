@@ -33,10 +33,10 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
     everything is packed anew (a job that moves restarts); what still finds no place is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
-    kept = _pack(snapshot.cluster.gpus_per_node, units, keep=True)
+    kept = _pack(snapshot.node_gpus, units, keep=True)
     if not kept.unplaced or not plan.migrate:
         return kept
-    repacked = _pack(snapshot.cluster.gpus_per_node, units, keep=False)
+    repacked = _pack(snapshot.node_gpus, units, keep=False)
     return repacked if len(repacked.unplaced) < len(kept.unplaced) else kept
 
 

@@ -12,7 +12,7 @@ from icefrog.eventlog import read_log
 from icefrog.policies import make_policy
 from icefrog.profile import Profile
 from icefrog.report import RunRecord, fold, summarise, summary_document, write_jobs_csv, write_report, write_summary
-from icefrog.simulate import Progress, RunResult, SimSettings, simulate
+from icefrog.simulate import Progress, RunResult, SimSettings, icefrog_scenario, simulate
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.traces import Trace, read_trace, sample, scale_load, window
 from icefrog.traces.jobs import task_mix, to_specs
@@ -108,18 +108,9 @@ def replay(
         make_policy(policy, chosen.get(policy))
     runs: dict[str, RunRecord] = {}
     rows = []
+    scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, cluster, settings)
     for policy in policies:
-        result = simulate(
-            workload.specs,
-            workload.profiles,
-            workload.curves,
-            cluster,
-            policy,
-            chosen.get(policy),
-            settings,
-            out_dir,
-            progress,
-        )
+        result = simulate(scenario, policy, chosen.get(policy), settings, out_dir, progress)
         runs[policy] = _fold(result, cluster)
         rows.append(_row(runs[policy], result))
         if out_dir is not None:

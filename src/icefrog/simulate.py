@@ -10,11 +10,13 @@ from typing import Any
 
 from icefrog import events as ev
 from icefrog.candidate_cache import CandidateCache
-from icefrog.controller import Controller, ControllerConfig
+from icefrog.controller import CandidateSource, Controller, ControllerConfig
 from icefrog.driver import LogWriter, RealClock, StallError, Turn, VirtualClock, run
 from icefrog.eventlog import JsonlLog, MemoryLog
+from icefrog.executors.sim.base import SimWorld
 from icefrog.executors.sim.executor import SimExecutor
-from icefrog.executors.sim.world import Curves, World, WorldConfig
+from icefrog.executors.sim.truth import Curves, WorldConfig
+from icefrog.executors.sim.world import World
 from icefrog.policies import make_policy
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
@@ -76,29 +78,56 @@ class RunResult:
     """Why the run ended with unfinished jobs; empty: it did not."""
 
 
-def simulate(
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated, under whichever policy: a world, and what of it the scheduler is told."""
+
+    cluster: ClusterSpec
+    world: SimWorld
+    num_jobs: int
+    estimates: Mapping[str, Profile]
+    """The profiles that the state hands to policies, by job id."""
+    candidates: Callable[[], CandidateSource] = CandidateCache
+    """A fresh source of candidates for each run."""
+
+
+def icefrog_scenario(
     specs: Sequence[JobSpec],
     profiles: Mapping[str, Profile],
     curves: Mapping[str, Curves],
     cluster: ClusterSpec,
-    policy: str,
-    options: Mapping[str, Any] | None = None,
     settings: SimSettings | None = None,
-    out_dir: Path | None = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> RunResult:
-    """Run ``specs`` under one policy.
-
-    Same arguments, same event log, to the byte; it holds no wall-clock value.
+) -> Scenario:
+    """The IceFrog world (``docs/notes/simulator-world.md``): catalogue profiles, gradient curves, estimates with errors.
 
     Args:
         specs: the jobs, with ``submit_s`` and, for a replay, ``duration_s``.
         profiles: catalogue profile by job id.
         curves: gradient statistics by job id.
         cluster: the nodes.
+        settings: seed, restart cost and the world's errors.
+    """
+    world = World(tuple(specs), profiles, curves, cluster, (settings or SimSettings()).world_config())
+    return Scenario(cluster, world, len(specs), world.estimates)
+
+
+def simulate(
+    scenario: Scenario,
+    policy: str,
+    options: Mapping[str, Any] | None = None,
+    settings: SimSettings | None = None,
+    out_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> RunResult:
+    """Run a scenario under one policy.
+
+    Same arguments, same event log, to the byte; it holds no wall-clock value.
+
+    Args:
+        scenario: the jobs, the cluster and the world.
         policy: its name.
         options: its options, by name.
-        settings: seed, round, restart cost, errors of the world.
+        settings: seed, round, restart cost; those the scenario was made with.
         out_dir: where to write ``<policy>/events.jsonl``; None: the log is returned in ``records``.
         progress: called after every turn.
 
@@ -107,27 +136,26 @@ def simulate(
     """
     settings = settings or SimSettings()
     chosen = make_policy(policy, options)
-    world = World(tuple(specs), profiles, curves, cluster, settings.world_config())
     config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s, event_driven=settings.event_driven)
-    state = ClusterState(cluster, world.estimates)
-    controller = Controller(state, chosen, CandidateCache(), config)
-    watch = _Watch(policy, len(specs), state, settings.check, progress)
+    state = ClusterState(scenario.cluster, scenario.estimates)
+    controller = Controller(state, chosen, scenario.candidates(), config)
+    watch = _Watch(policy, scenario.num_jobs, state, settings.check, progress)
     path = None if out_dir is None else out_dir / policy / "events.jsonl"
     started_s = RealClock().now_s()
     if path is None:
         memory = MemoryLog()
-        stalled = _drive(controller, world, memory, settings, watch)
+        stalled = _drive(controller, scenario.world, memory, settings, watch)
         records = tuple(memory.records)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         with JsonlLog(path) as lines:
-            stalled = _drive(controller, world, lines, settings, watch)
+            stalled = _drive(controller, scenario.world, lines, settings, watch)
         records = ()
     wall_s = RealClock().now_s() - started_s
     return RunResult(policy, settings.seed, path, records, state, watch.decisions(), wall_s, stalled)
 
 
-def _drive(controller: Controller, world: World, log: LogWriter, settings: SimSettings, watch: _Watch) -> str:
+def _drive(controller: Controller, world: SimWorld, log: LogWriter, settings: SimSettings, watch: _Watch) -> str:
     clock = VirtualClock()
     try:
         run(controller, SimExecutor(world, clock), log, clock, round_s=settings.round_s, on_turn=watch.turn)

@@ -183,6 +183,7 @@ class ClusterState:
         self.jobs: dict[str, JobState] = {}
         self.active: dict[str, JobState] = {}  # the unfinished ones
         self.memory: dict[str, Json] = {}  # by policy: what it asked to be told again
+        self.down: set[int] = set()  # nodes out of service
         self.now_s = 0.0
 
     # -- the mutator ---------------------------------------------------------------------------------------------------
@@ -195,6 +196,10 @@ class ClusterState:
                 pass
             case ev.PlanDecided():
                 self._decided(record)
+            case ev.NodeDown():
+                self.down.add(record.node)
+            case ev.NodeUp():
+                self.down.discard(record.node)
             case ev.JobSubmitted():
                 self._submitted(record)
             case _:
@@ -228,7 +233,7 @@ class ClusterState:
         self.jobs[spec.job_id] = self.active[spec.job_id] = job
 
     def _job_record(self, record: ev.AnyRecord) -> None:
-        assert not isinstance(record, ev.Tick | ev.PlanDecided | ev.JobSubmitted)
+        assert not isinstance(record, ev.Tick | ev.PlanDecided | ev.JobSubmitted | ev.NodeDown | ev.NodeUp)
         job = self.jobs.get(record.job_id)
         if job is None:
             raise IllegalTransitionError(f"{record.kind} for an unknown job {record.job_id}")
@@ -286,7 +291,8 @@ class ClusterState:
             remaining_samples=remaining,
             frozen_layers=job.frozen_layers,
             stats=job.stats,
-            attained_service_s=job.attained_s(self.now_s),
+            attained_gpu_s=job.attained_gpu_s,
+            holding_since_s=None if job.holding is None else job.holding.since_s,
             waiting_since_s=job.waiting_since_s,
             restart_s=default_restart_s if job.measured_restart_s is None else job.measured_restart_s,
             num_restarts=job.num_restarts,
@@ -310,6 +316,7 @@ class ClusterState:
             seed=seed,
             memory=self.memory.get(policy),
             oracle_remaining_s=remaining,
+            down=frozenset(self.down),
         )
 
     def check(self) -> None:
@@ -402,7 +409,7 @@ def _update(job: JobState, record: ev.AnyRecord) -> None:
             _release(job, record.time_s)
         case ev.JobFailed():
             job.reason = record.reason
-        case ev.JobWarned() | ev.Tick() | ev.PlanDecided() | ev.JobSubmitted():
+        case ev.JobWarned() | ev.Tick() | ev.PlanDecided() | ev.JobSubmitted() | ev.NodeDown() | ev.NodeUp():
             pass
         case _:
             assert_never(record)

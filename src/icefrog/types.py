@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
@@ -20,6 +20,28 @@ class GpuId(NamedTuple):
     device: int
 
 
+ANY_GPU = "any"
+"""A GPU type that stands for all."""
+
+FreezingRule: TypeAlias = Literal["none", "tuner", "freezeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """How a policy wants its jobs' options priced. The candidate source obeys it, and grants allow no more."""
+
+    freezing: FreezingRule = "none"
+    """``tuner``: the Layer Tuner (Eq. 15); ``freezeout``: the tuned FreezeOut schedule of the paper's baselines."""
+    batch: Literal["fixed", "elastic"] = "fixed"
+    """``elastic``: the global batch may move within the job's range, at Pollux's statistical efficiency."""
+    throughput: Literal["layer-aware", "ddp-only"] = "layer-aware"
+    """``ddp-only`` prices every job as plain data parallel (an ablation of the paper)."""
+    sharing_speed: float = 0.9
+    """lambda: the speed of a sharer that the estimates assume, 1.0 = alone (Eq. 8)."""
+    by_gpu_type: bool = False
+    """Whether options name a GPU type, each with its own speed; otherwise they run on any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """(a, s, m, l): what a job runs with."""
@@ -29,6 +51,7 @@ class Config:
     accum_steps: int = 1
     frozen_layers: int = 0
     shared: bool = False
+    gpu_type: str = ANY_GPU
 
     @property
     def global_batch(self) -> int:
@@ -83,7 +106,8 @@ class JobView:
     remaining_samples: float | None  # P; None while the job has not said how large an epoch is
     frozen_layers: int
     stats: GradientStats | None
-    attained_service_s: float  # GPU-seconds held so far; a sharer counts half
+    attained_gpu_s: float  # GPU-seconds of attempts that are over; a sharer counts half
+    holding_since_s: float | None  # since when the present attempt holds its GPUs; None: it holds none
     waiting_since_s: float | None  # since when it holds no GPU
     restart_s: float  # what changing its allocation costs
     num_restarts: int
@@ -98,6 +122,13 @@ class JobView:
         """GPUs held now."""
         return len(self.gpus)
 
+    def attained_service_s(self, now_s: float) -> float:
+        """GPU-seconds held until ``now_s``; a sharer counts half. (A view holds no clock: it stays true while nothing
+        happens to the job.)"""
+        if self.holding_since_s is None:
+            return self.attained_gpu_s
+        return self.attained_gpu_s + (now_s - self.holding_since_s) * len(self.gpus) * (0.5 if self.shared else 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -111,6 +142,18 @@ class Snapshot:
     oracle_remaining_s: Mapping[str, float] | None = (
         None  # true service time left; only policies that say 'oracle' get it
     )
+    down: frozenset[int] = frozenset()  # nodes that are out of service
+
+    @property
+    def node_gpus(self) -> tuple[int, ...]:
+        """GPUs of every node that are in service; 0 for a node that is down."""
+        sizes = self.cluster.gpus_per_node
+        return tuple(0 if node in self.down else size for node, size in enumerate(sizes)) if self.down else sizes
+
+    @property
+    def num_gpus(self) -> int:
+        """All GPUs in service."""
+        return sum(self.node_gpus) if self.down else self.cluster.num_gpus
 
 
 Candidates: TypeAlias = Mapping[str, tuple[Candidate, ...]]
@@ -126,6 +169,11 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)  # one for every unfinished job, waiting ones included
     migrate: bool = True  # whether running jobs may be moved (restarted elsewhere) so that others find a place
     memory: Json = None
+    gpus: Mapping[str, tuple[GpuId, ...]] | None = None
+    """Where the policy wants its jobs, GPU by GPU, in the order of ranks; None: ``placement.place`` decides for all."""
+    stands_until_s: float = 0.0
+    """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs or a node changes (progress
+    reports do not count). The driver spares rounds in which nothing of that happened. ``inf``: for good."""
 
 
 Allocation: TypeAlias = Mapping[str, tuple[GpuId, ...]]

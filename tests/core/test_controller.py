@@ -12,10 +12,10 @@ from icefrog.policies import make_policy, policy_names
 from icefrog.policies.base import Options
 from icefrog.state import ClusterState, Phase
 from icefrog.testing import builders as b
-from icefrog.types import Plan
+from icefrog.types import Plan, Pricing
 
 
-def offers(view, cluster, now_s, *, freeze=True):
+def offers(view, cluster, now_s, pricing=None):
     counts = [a for a in view.spec.gpus if a <= cluster.num_gpus]
     options = [b.candidate(a, 1000.0 / a) for a in counts]
     return (*options, b.candidate(1, 1100.0, shared=True)) if view.spec.share else tuple(options)
@@ -24,7 +24,8 @@ def offers(view, cluster, now_s, *, freeze=True):
 class Scripted:
     """Gives each job what the script says; the rest waits."""
 
-    name, source, oracle, freezes, Options = "scripted", "tests", False, True, Options
+    name, source, oracle, Options = "scripted", "tests", False, Options
+    pricing = Pricing(freezing="tuner")
 
     def __init__(self, *rounds, pairs=()):
         self.rounds = list(rounds)
@@ -319,5 +320,5 @@ def test_a_sharer_whose_priced_batch_changes_is_restarted_with_it(state):
     c.handle([ev.JobStarted(time_s=1.0, job_id=name, attempt=1) for name in both])
     assert kinds(c.handle([ev.Tick(time_s=300.0)])) == []
     smaller = b.candidate(1, 1100.0, shared=True, batch_per_gpu=16)
-    c._candidates = lambda view, cluster, now_s, freeze=True: (smaller,)
+    c._candidates = lambda view, cluster, now_s, pricing: (smaller,)
     assert kinds(c.handle([ev.Tick(time_s=600.0)])) == ["resize", "resize"]

@@ -15,7 +15,7 @@ from icefrog.estimate.sharing import MEM_SAFETY
 from icefrog.profile import OccupancyParams
 from icefrog.spec import ClusterSpec, NodeSpec
 from icefrog.testing.builders import cluster, job_spec, profile
-from icefrog.types import Config, GradientStats, JobView
+from icefrog.types import Config, GradientStats, JobView, Pricing
 
 STATS = GradientStats((1.0, 2.0, 30.0, 40.0), (1.0, 1.0, 1.0, 1.0))
 SHARED_JOB = profile(occupancy=OccupancyParams(mem_bytes=(1e9, 1e8, 5e9, 2e9), util_pct=(10, 0.1, 40, 5)))
@@ -34,7 +34,8 @@ def view(**changes: Any) -> JobView:
         "remaining_samples": 5000.0,
         "frozen_layers": 0,
         "stats": STATS,
-        "attained_service_s": 0.0,
+        "attained_gpu_s": 0.0,
+        "holding_since_s": None,
         "waiting_since_s": 100.0,
         "restart_s": 60.0,
         "num_restarts": 0,
@@ -73,7 +74,7 @@ def test_fewest_nodes_of_a_mixed_cluster() -> None:
 def test_without_freezing_every_option_is_full_training() -> None:
     spec = job_spec(gpus=(1, 2), share=True)
     frozen = candidates(view(spec=spec, profile=SHARED_JOB), cluster(), 400.0)
-    plain = candidates(view(spec=spec, profile=SHARED_JOB), cluster(), 400.0, freeze=False)
+    plain = candidates(view(spec=spec, profile=SHARED_JOB), cluster(), 400.0, Pricing())
     assert any(option.config.frozen_layers for option in frozen)
     assert not any(option.config.frozen_layers for option in plain)
     assert all(option.estimate.psi == 1.0 for option in plain)

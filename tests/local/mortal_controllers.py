@@ -19,7 +19,7 @@ from icefrog import live
 from icefrog.eventlog import SqliteLog
 from icefrog.executors.local import Devices, LocalExecutor
 from icefrog.executors.local.attempts import Attempt
-from icefrog.types import Plan
+from icefrog.types import Plan, Pricing
 
 NUM_SLOTS = 3
 BEAT_S = 0.7
@@ -31,7 +31,7 @@ class Restless:
     name = "restless"
     source = "a test"
     oracle = False
-    freezes = False
+    pricing = Pricing()
 
     def decide(self, snapshot, candidates):
         beat = int(snapshot.now_s / BEAT_S)

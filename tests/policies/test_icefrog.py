@@ -13,7 +13,7 @@ from hypothesis import given
 
 from icefrog import events as ev
 from icefrog.policies import make_policy
-from icefrog.simulate import RunResult, SimSettings, simulate
+from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
 from icefrog.testing.builders import candidate, cluster, job_spec
 from icefrog.testing.policies import CONTRACT, Case, after, cases
 from icefrog.types import Candidate, Config, Estimate, GpuId, JobView, Plan, Snapshot
@@ -28,7 +28,7 @@ def view(name: str, *, held: tuple[GpuId, ...] = (), waiting_since_s: float = 0.
     config = Config(len(held), 32) if held else None
     return JobView(
         spec=job_spec(name, **spec), profile=None, submit_s=0.0, gpus=held, shared=False, running=bool(held), config=config,
-        effective_samples=0.0, remaining_samples=1e4, frozen_layers=0, stats=None, attained_service_s=0.0,
+        effective_samples=0.0, remaining_samples=1e4, frozen_layers=0, stats=None, attained_gpu_s=0.0, holding_since_s=None,
         waiting_since_s=None if held else waiting_since_s, restart_s=60.0, num_restarts=0,
     )  # fmt: skip
 
@@ -174,7 +174,12 @@ def waits(result: RunResult) -> list[Wait]:
 @cache
 def simulated(gap_s: float, max_wait_s: float) -> RunResult:
     work, knobs = stream(gap_s), {"max_wait_s": max_wait_s, "min_run_s": 600.0}
-    return simulate(work.specs, work.profiles, work.curves, cluster(1, 4), "icefrog", knobs, SimSettings(check=True))
+    return simulate(
+        icefrog_scenario(work.specs, work.profiles, work.curves, cluster(1, 4)),
+        "icefrog",
+        knobs,
+        SimSettings(check=True),
+    )
 
 
 def test_without_a_bound_a_stream_of_small_jobs_starves_a_large_one() -> None:

@@ -17,7 +17,7 @@ from icefrog import events as ev
 from icefrog.executors.sim import WorldConfig
 from icefrog.policies import policy_names
 from icefrog.profile import OccupancyParams
-from icefrog.simulate import RunResult, SimSettings, simulate
+from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
 from icefrog.state import ClusterState, JobState
 from icefrog.testing.builders import cluster
 
@@ -27,7 +27,8 @@ EXACT = WorldConfig(noise=0.0, occupancy_noise=0.0, stats_noise=0.0)
 def run(work: Workload, policy: str, nodes: int = 3, **settings: object) -> RunResult:
     options = settings.pop("options", None)
     chosen = SimSettings(**{"check": True, **settings})  # type: ignore[arg-type]
-    return simulate(work.specs, work.profiles, work.curves, cluster(nodes, 4), policy, options, chosen)  # type: ignore[arg-type]
+    scenario = icefrog_scenario(work.specs, work.profiles, work.curves, cluster(nodes, 4), chosen)
+    return simulate(scenario, policy, options, chosen)  # type: ignore[arg-type]
 
 
 STANDARD = workload(40)
@@ -182,10 +183,9 @@ def test_a_pair_that_overflows_in_truth_loses_its_later_job() -> None:
     work = workload(24, span_s=600.0, max_gpus=4)
     occupancy = OccupancyParams(mem_bytes=(45e9, 0.0, 0.0, 0.0), util_pct=(30.0, 0.0, 0.0, 0.0))
     heavy = {name: profile.model_copy(update={"occupancy": occupancy}) for name, profile in work.profiles.items()}
-    result = simulate(
-        work.specs, heavy, work.curves, cluster(1, 4), "icefrog",
-        settings=SimSettings(world=WorldConfig(occupancy_noise=0.4), check=True),
-    )  # fmt: skip
+    settings = SimSettings(world=WorldConfig(occupancy_noise=0.4), check=True)
+    scenario = icefrog_scenario(work.specs, heavy, work.curves, cluster(1, 4), settings)
+    result = simulate(scenario, "icefrog", settings=settings)
     crashes = [record for record in result.records if isinstance(record, ev.JobCrashed)]
     assert crashes
     assert {job.phase for job in result.state.jobs.values()} <= {"completed", "failed"}
@@ -231,11 +231,12 @@ import sys; sys.path.insert(0, {here!r})
 from pathlib import Path
 from worlds import workload
 from icefrog.profile import OccupancyParams
-from icefrog.simulate import SimSettings, simulate
+from icefrog.simulate import SimSettings, icefrog_scenario, simulate
 from icefrog.testing.builders import cluster
-w = workload(15)
+w, settings = workload(15), SimSettings(seed=3)
+scenario = icefrog_scenario(w.specs, w.profiles, w.curves, cluster(2, 4), settings)
 for policy in ("fifo", "srtf", "icefrog"):
-    simulate(w.specs, w.profiles, w.curves, cluster(2, 4), policy, None, SimSettings(seed=3), Path(sys.argv[1]))
+    simulate(scenario, policy, None, settings, Path(sys.argv[1]))
 """
 
 
@@ -248,10 +249,9 @@ def test_same_seed_same_bytes_in_this_process_and_under_any_hash_seed(tmp_path: 
     for policy in ("fifo", "srtf", "icefrog"):
         logs = [(folder / policy / "events.jsonl").read_bytes() for folder in folders]
         assert logs[0] == logs[1] == logs[2]
-    work = workload(15)
-    result = simulate(
-        work.specs, work.profiles, work.curves, cluster(2, 4), "icefrog", None, SimSettings(seed=3), tmp_path / "again"
-    )
+    work, settings = workload(15), SimSettings(seed=3)
+    scenario = icefrog_scenario(work.specs, work.profiles, work.curves, cluster(2, 4), settings)
+    result = simulate(scenario, "icefrog", None, settings, tmp_path / "again")
     assert result.events_path is not None
     assert result.events_path.read_bytes() == (folders[0] / "icefrog" / "events.jsonl").read_bytes()
 

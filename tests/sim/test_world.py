@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from worlds import workload
 
 from icefrog.candidate_cache import CandidateCache
-from icefrog.candidates import candidates
+from icefrog.candidates import LAYER_ELASTIC, candidates
 from icefrog.estimate.throughput import step_s, throughput
 from icefrog.executors.sim.world import World, WorldConfig, calibrated, sharing_speed
 from icefrog.profile import Profile
 from icefrog.testing.builders import cluster, job_spec
 from icefrog.testing.policies import CONTRACT, Case, cases
+from icefrog.types import Pricing
 from icefrog.workloads import job_profile, load_catalogue
 
 WORK = workload(30)
@@ -81,10 +82,10 @@ def test_cached_candidates_are_the_candidates(case: Case) -> None:
     """At first sight, later, and after the job has moved on."""
     cache = CandidateCache()
     for job in case.snapshot.jobs:
-        for freeze in (True, False):
+        for pricing in (LAYER_ELASTIC, Pricing()):
             for now_s in (case.snapshot.now_s, case.snapshot.now_s + 777.7):
-                fresh = candidates(job, case.snapshot.cluster, now_s, freeze=freeze)
-                assert cache(job, case.snapshot.cluster, now_s, freeze=freeze) == fresh
+                fresh = candidates(job, case.snapshot.cluster, now_s, pricing)
+                assert cache(job, case.snapshot.cluster, now_s, pricing) == fresh
 
 
 @pytest.mark.parametrize("name", sorted(load_catalogue()))

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from icefrog.policies import policy_class, policy_names
+from icefrog.policies import make_policy, policy_class, policy_names
 
 
 @click.command()
@@ -22,9 +22,8 @@ def policies(as_json: bool) -> None:
             key: {"default": field.default, "description": field.description or ""}
             for key, field in cls.Options.model_fields.items()
         }
-        rows.append(
-            {"name": name, "source": cls.source, "oracle": cls.oracle, "freezes": cls.freezes, "options": options}
-        )
+        freezes = make_policy(name).pricing.freezing != "none"
+        rows.append({"name": name, "source": cls.source, "oracle": cls.oracle, "freezes": freezes, "options": options})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return

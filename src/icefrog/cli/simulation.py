@@ -59,7 +59,7 @@ def simulate(
     as_json: bool,
 ) -> int:
     """Replay a trace under one or more policies and compare them."""
-    from icefrog.executors.sim.world import WorldConfig
+    from icefrog.executors.sim.truth import WorldConfig
     from icefrog.replay import TraceChoice, prepare, replay
     from icefrog.report import render_comparison
     from icefrog.simulate import SimSettings

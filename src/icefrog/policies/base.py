@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from icefrog.types import Candidate, Candidates, Plan, Snapshot
+from icefrog.types import Candidate, Candidates, Plan, Pricing, Snapshot
 
 
 class Options(BaseModel):
@@ -26,9 +26,13 @@ class Policy(Protocol):
     """The paper (or textbook) it follows, one line."""
     oracle: ClassVar[bool]
     """Whether it reads true remaining times (``Snapshot.oracle_remaining_s``)."""
-    freezes: ClassVar[bool]
-    """Whether jobs may freeze layers under it; otherwise candidates hold l = 0 and grants forbid freezing."""
     Options: ClassVar[type[Options]]
+
+    @property
+    def pricing(self) -> Pricing:
+        """How its jobs' options are priced, and what its grants allow them (freezing, moving the batch); may depend on its
+        options."""
+        ...
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Choose at most one candidate a job. Pure: same arguments, same plan."""

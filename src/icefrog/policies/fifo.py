@@ -8,7 +8,7 @@ from pydantic import Field
 
 from icefrog.placement import place
 from icefrog.policies import base
-from icefrog.types import Candidate, Candidates, Plan, Snapshot
+from icefrog.types import Candidate, Candidates, Plan, Pricing, Snapshot
 
 
 class Fifo:
@@ -22,7 +22,7 @@ class Fifo:
     name: ClassVar[str] = "fifo"
     source: ClassVar[str] = "textbook: first come, first served; rigid GPU requests, no preemption"
     oracle: ClassVar[bool] = False
-    freezes: ClassVar[bool] = False
+    pricing: ClassVar[Pricing] = Pricing()
 
     class Options(base.Options):
         """Knobs of ``fifo``."""
@@ -34,7 +34,7 @@ class Fifo:
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Keep what runs; admit by order of submission while GPUs last."""
-        free = snapshot.cluster.num_gpus
+        free = snapshot.num_gpus
         choices: dict[str, Candidate] = {}
         reasons: dict[str, str] = {}
         for job in snapshot.jobs:

@@ -12,7 +12,7 @@ from icefrog.policies import base
 from icefrog.policies.iceshare import ExclusiveOption, Job, Problem, SharedOption, Solution, solve
 from icefrog.policies.iceshare.problem import SHARED_GPUS
 from icefrog.policies.partners import Pairing, steady_pairing
-from icefrog.types import Candidate, Candidates, JobView, Plan, Snapshot
+from icefrog.types import Candidate, Candidates, JobView, Plan, Pricing, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class IceFrog:
     name: ClassVar[str] = "icefrog"
     source: ClassVar[str] = "IceFrog: layer-elastic jobs, IceShare (Eq. 15-18), solved exactly"
     oracle: ClassVar[bool] = False
-    freezes: ClassVar[bool] = True
+    pricing: ClassVar[Pricing] = Pricing(freezing="tuner")
 
     class Options(base.Options):
         """Knobs of ``icefrog``."""
@@ -64,7 +64,7 @@ class IceFrog:
         forced = _memory(snapshot.memory)
         offers = self._offers(snapshot, candidates, forced)
         problem = Problem.from_jobs(
-            snapshot.cluster.num_gpus,
+            snapshot.num_gpus,
             [self._job(offer, snapshot) for offer in offers],
             gpu_mem_bytes=snapshot.cluster.gpu_mem_bytes,
             rho=self.options.rho,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from icefrog.policies import base
-from icefrog.types import Candidate, Candidates, Plan, Snapshot
+from icefrog.types import Candidate, Candidates, Plan, Pricing, Snapshot
 
 
 class Srtf:
@@ -17,7 +17,7 @@ class Srtf:
     name: ClassVar[str] = "srtf"
     source: ClassVar[str] = "textbook: shortest remaining time first (oracle: knows true durations), preemptive"
     oracle: ClassVar[bool] = True
-    freezes: ClassVar[bool] = False
+    pricing: ClassVar[Pricing] = Pricing()
 
     class Options(base.Options):
         """``srtf`` has no knobs."""
@@ -29,7 +29,7 @@ class Srtf:
         """Admit in order of true remaining service time, skipping jobs that do not fit in what is left."""
         remaining = snapshot.oracle_remaining_s or {}
         order = sorted(snapshot.jobs, key=lambda job: (remaining.get(job.job_id, 0.0), job.submit_s, job.job_id))
-        free = snapshot.cluster.num_gpus
+        free = snapshot.num_gpus
         choices: dict[str, Candidate] = {}
         reasons: dict[str, str] = {}
         for rank, job in enumerate(order):

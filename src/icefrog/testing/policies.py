@@ -28,7 +28,7 @@ from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.testing.builders import cluster as cluster_of
 from icefrog.testing.builders import job_spec, profile
-from icefrog.types import Candidate, Config, GpuId, GradientStats, JobView, Plan, Snapshot
+from icefrog.types import Candidate, Config, GpuId, GradientStats, JobView, Plan, Pricing, Snapshot
 
 Make = Callable[[], Policy]
 
@@ -43,14 +43,22 @@ CONTRACT = settings(
 
 @dataclass(frozen=True)
 class Case:
-    """One situation: a snapshot and the candidates of its jobs under a freezing and a non-freezing policy."""
+    """One situation: a snapshot, and the jobs that have no candidate in it."""
 
     snapshot: Snapshot
-    options: Mapping[bool, Mapping[str, tuple[Candidate, ...]]]
+    barred: frozenset[str]
 
     def of(self, policy: Policy) -> tuple[Snapshot, Mapping[str, tuple[Candidate, ...]]]:
         """What the controller would hand to ``policy``: oracles are told remaining times, others are not."""
-        return self.told(policy.oracle), self.options[policy.freezes]
+        return self.told(policy.oracle), self.options(policy.pricing)
+
+    def options(self, pricing: Pricing) -> Mapping[str, tuple[Candidate, ...]]:
+        """Every job's candidates, priced that way."""
+        snapshot = self.snapshot
+        return {
+            job.job_id: () if job.job_id in self.barred else candidates(job, snapshot.cluster, snapshot.now_s, pricing)
+            for job in snapshot.jobs
+        }
 
     def told(self, oracle: bool) -> Snapshot:
         """The snapshot with or without true remaining times."""
@@ -105,7 +113,8 @@ def views(draw: st.DrawFn, spec: JobSpec, now_s: float) -> JobView:
         remaining_samples=None if known is None else max(10_000.0 - done, 1.0),
         frozen_layers=draw(st.integers(0, 2)) if stats is not None else 0,
         stats=stats,
-        attained_service_s=draw(st.sampled_from([0.0, 120.0, 1e5])) if started else 0.0,
+        attained_gpu_s=draw(st.sampled_from([0.0, 120.0, 1e5])) if started else 0.0,
+        holding_since_s=None,
         waiting_since_s=min(spec.submit_s + draw(st.sampled_from([0.0, 600.0])), now_s),
         restart_s=60.0,
         num_restarts=1 if started else 0,
@@ -122,14 +131,8 @@ def cases(draw: st.DrawFn, max_jobs: int = 9, min_jobs: int = 0) -> Case:
     free = [GpuId(node, device) for node, size in enumerate(spec.gpus_per_node) for device in range(size)]
     jobs = _let_run(draw, waiting, free, spec, now_s)
     snapshot = Snapshot(now_s=now_s, cluster=spec, jobs=tuple(jobs), seed=draw(st.integers(0, 3)))
-    barred = {job.job_id for job in jobs if draw(st.integers(0, 9)) == 0}
-    options = {
-        freeze: {
-            job.job_id: () if job.job_id in barred else candidates(job, spec, now_s, freeze=freeze) for job in jobs
-        }
-        for freeze in (False, True)
-    }
-    return Case(snapshot, options)
+    barred = frozenset(job.job_id for job in jobs if draw(st.integers(0, 9)) == 0)
+    return Case(snapshot, barred)
 
 
 def _let_run(
@@ -169,7 +172,7 @@ def _running(view: JobView, config: Config, gpus: tuple[GpuId, ...]) -> JobView:
 def after(case: Case, policy: Policy, plan: Plan) -> Case:
     """The situation right after ``plan`` was carried out, no time having passed."""
     snapshot = case.snapshot
-    allocation = place(snapshot, plan).allocation
+    allocation = plan.gpus if plan.gpus is not None else place(snapshot, plan).allocation
     jobs = []
     for job in snapshot.jobs:
         if job.job_id in allocation:
@@ -178,7 +181,7 @@ def after(case: Case, policy: Policy, plan: Plan) -> Case:
             since_s = job.waiting_since_s if job.waiting_since_s is not None else snapshot.now_s
             idle: dict[str, Any] = {"gpus": (), "shared": False, "running": False, "config": None}
             jobs.append(replace(job, waiting_since_s=since_s, **idle))
-    return Case(replace(snapshot, jobs=tuple(jobs), memory=plan.memory), case.options)
+    return Case(replace(snapshot, jobs=tuple(jobs), memory=plan.memory), case.barred)
 
 
 # --- the contract ------------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ class PolicyContract:
         small = job_spec("small", gpus=(1, 2), num_gpus=2, submit_s=5.0)
         spec = cluster_of(1, 4)
         jobs = tuple(_new(one, submit_s) for one, submit_s in ((huge, 0.0), (small, 5.0)))
-        options = {job.job_id: candidates(job, spec, 10.0, freeze=policy.freezes) for job in jobs}
+        options = {job.job_id: candidates(job, spec, 10.0, policy.pricing) for job in jobs}
         snapshot = Snapshot(10.0, spec, jobs, oracle_remaining_s={"huge": 1.0, "small": 2.0} if policy.oracle else None)
         plan = policy.decide(snapshot, options)
         assert set(plan.choices) == {"small"}
@@ -305,7 +308,8 @@ def _new(spec: JobSpec, submit_s: float) -> JobView:
         remaining_samples=10_000.0,
         frozen_layers=0,
         stats=None,
-        attained_service_s=0.0,
+        attained_gpu_s=0.0,
+        holding_since_s=None,
         waiting_since_s=submit_s,
         restart_s=60.0,
         num_restarts=0,

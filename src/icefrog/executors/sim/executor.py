@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from icefrog import events as ev
 from icefrog.driver import VirtualClock
-from icefrog.executors.sim.job import SimJob
-from icefrog.executors.sim.world import World, sharing_speed
+from icefrog.executors.sim.base import SimulatedJob, SimWorld
+from icefrog.executors.sim.world import sharing_speed
 from icefrog.state import ClusterState
 from icefrog.types import GpuId
 
@@ -28,17 +28,16 @@ class SimExecutor:
         clock: advanced by :meth:`poll`.
     """
 
-    def __init__(self, world: World, clock: VirtualClock) -> None:
+    def __init__(self, world: SimWorld, clock: VirtualClock) -> None:
         self._world = world
         self._clock = clock
-        self._jobs: dict[str, SimJob] = {}
-        self._holders: dict[GpuId, list[SimJob]] = {}
+        self._jobs = dict(world.start_jobs())
+        self._holders: dict[GpuId, list[SimulatedJob]] = {}
         self._heap: list[tuple[float, int, str, str, int]] = []
         self._scheduled = 0
         self._ready: list[ev.Event] = []  # happened already: at the next poll
-        self._failures = {job_id: world.rng(job_id, 2) for job_id in world.jobs if world.config.failures_per_gpu_h > 0}
-        for job_id, job in world.jobs.items():
-            self._jobs[job_id] = SimJob(job, world.config, world.rng(job_id, 1), world.cluster.gpu_mem_bytes)
+        self._failures = {job_id: world.rng(job_id, 2) for job_id in self._jobs if world.failures_per_gpu_h > 0}
+        for job_id, job in self._jobs.items():
             self._schedule(job.spec.submit_s, job_id, _SUBMIT, 0)
 
     # -- Executor ----------------------------------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ class SimExecutor:
                 self._ready += self._start(job, command, now_s)
             elif isinstance(command, ev.Regrant) and command.attempt == job.attempt and job.holds:
                 job.advance(now_s)
-                job.regrant(command.grant)
+                job.regrant(now_s, command.grant)
                 self._retime(job, now_s)
                 self._ready += self._overflow(job, now_s)
 
@@ -93,7 +92,7 @@ class SimExecutor:
         heapq.heappush(self._heap, (round(time_s, _DECIMALS), self._scheduled, job_id, kind, generation))
         self._scheduled += 1
 
-    def _happen(self, job: SimJob, kind: str, generation: int, now_s: float) -> list[ev.Event]:
+    def _happen(self, job: SimulatedJob, kind: str, generation: int, now_s: float) -> list[ev.Event]:
         if kind == _SUBMIT:
             return [ev.JobSubmitted(time_s=now_s, job=job.spec)]
         if not job.holds or generation != (job.attempt if kind == _FAIL else job.generation):
@@ -105,52 +104,57 @@ class SimExecutor:
             return [self._finish(job, now_s)]
         job.end_interval()
         self._retime(job, now_s)
-        return [job.report(now_s), *self._overflow(job, now_s)]
+        report = job.report(now_s)
+        return [*([report] if report is not None else []), *self._overflow(job, now_s)]
 
-    def _start(self, job: SimJob, command: ev.Start | ev.Resize, now_s: float) -> list[ev.Event]:
+    def _start(self, job: SimulatedJob, command: ev.Start | ev.Resize, now_s: float) -> list[ev.Event]:
         for gpu in command.gpus:
             self._holders.setdefault(gpu, []).append(job)
         job.start(now_s, command.attempt, command.gpus, command.grant)
         self._retime(job, now_s)
         if job.job_id in self._failures:
-            rate_per_s = self._world.config.failures_per_gpu_h * len(job.gpus) / 3600.0
+            rate_per_s = self._world.failures_per_gpu_h * len(job.gpus) / 3600.0
             after_s = float(self._failures[job.job_id].exponential(1.0 / rate_per_s))
             self._schedule(now_s + after_s, job.job_id, _FAIL, job.attempt)
-        started = ev.JobStarted(
-            time_s=now_s, job_id=job.job_id, attempt=job.attempt, total_samples=job.truth.total_samples
-        )
+        started = ev.JobStarted(time_s=now_s, job_id=job.job_id, attempt=job.attempt, total_samples=job.total_samples)
         return [started, *self._overflow(job, now_s)]
 
-    def _stop(self, job: SimJob, now_s: float) -> ev.JobStopped:
+    def _stop(self, job: SimulatedJob, now_s: float) -> ev.JobStopped:
         job.advance(now_s)
         job.save()
         self._release(job, now_s)
-        return ev.JobStopped(time_s=now_s, job_id=job.job_id, attempt=job.attempt, effective_samples=job.counted)
+        return ev.JobStopped(
+            time_s=now_s, job_id=job.job_id, attempt=job.attempt, effective_samples=job.reported_samples
+        )
 
-    def _finish(self, job: SimJob, now_s: float) -> ev.JobFinished:
+    def _finish(self, job: SimulatedJob, now_s: float) -> ev.JobFinished:
         job.finish()
         self._release(job, now_s)
         return ev.JobFinished(
-            time_s=now_s, job_id=job.job_id, attempt=job.attempt, outcome="completed", effective_samples=job.effective
+            time_s=now_s,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            outcome="completed",
+            effective_samples=job.total_samples,
         )
 
-    def _crash(self, job: SimJob, now_s: float, reason: str) -> ev.JobCrashed:
+    def _crash(self, job: SimulatedJob, now_s: float, reason: str) -> ev.JobCrashed:
         job.fall_back()
         self._release(job, now_s)
         return ev.JobCrashed(
-            time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason=reason, effective_samples=job.counted
+            time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason=reason, effective_samples=job.reported_samples
         )
 
     # -- GPUs --------------------------------------------------------------------------------------------------------------
 
-    def _partner(self, job: SimJob) -> SimJob | None:
+    def _partner(self, job: SimulatedJob) -> SimulatedJob | None:
         """The other job on its (one) GPU."""
         others = [other for other in self._holders[job.gpus[0]] if other is not job] if job.gpus else []
         if len(others) > 1:
             raise AssertionError(f"{job.gpus[0]} is held by {job.job_id} and {[o.job_id for o in others]}")
         return others[0] if others else None
 
-    def _release(self, job: SimJob, now_s: float) -> None:
+    def _release(self, job: SimulatedJob, now_s: float) -> None:
         partner = self._partner(job)
         for gpu in job.gpus:
             self._holders[gpu].remove(job)
@@ -158,7 +162,7 @@ class SimExecutor:
         if partner is not None:
             self._retime(partner, now_s)
 
-    def _retime(self, job: SimJob, now_s: float) -> None:
+    def _retime(self, job: SimulatedJob, now_s: float) -> None:
         """The job's speed may have changed, and with it its partner's: schedule what comes next for both."""
         partner = self._partner(job)
         for one, other in ((job, partner), (partner, job)):
@@ -169,7 +173,7 @@ class SimExecutor:
             one.generation += 1
             self._schedule(one.next_event()[0], one.job_id, _STEP, one.generation)
 
-    def _overflow(self, job: SimJob, now_s: float) -> list[ev.Event]:
+    def _overflow(self, job: SimulatedJob, now_s: float) -> list[ev.Event]:
         """A pair that in truth needs more memory than there is: the later-submitted one dies."""
         partner = self._partner(job)
         if partner is None:

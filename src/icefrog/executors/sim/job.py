@@ -15,7 +15,7 @@ from icefrog.estimate import occupancy
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
-from icefrog.executors.sim.world import TrueJob, WorldConfig
+from icefrog.executors.sim.truth import TrueJob, WorldConfig
 from icefrog.profile import FloatArray
 from icefrog.types import GpuId
 
@@ -82,6 +82,16 @@ class SimJob:
         return self.spec.job_id
 
     @property
+    def total_samples(self) -> float:
+        """P0, effective samples."""
+        return self.truth.total_samples
+
+    @property
+    def reported_samples(self) -> float:
+        """Effective samples done, as the job counts them."""
+        return self.counted
+
+    @property
     def holds(self) -> bool:
         """Whether an attempt holds GPUs."""
         return bool(self.gpus)
@@ -93,9 +103,9 @@ class SimJob:
         self.attempt, self.gpus = attempt, gpus
         self._since_s = now_s + (self._config.restart_s if self._starts else 0.0)
         self._starts += 1
-        self.regrant(grant)
+        self.regrant(now_s, grant)
 
-    def regrant(self, grant: Grant) -> None:
+    def regrant(self, now_s: float, grant: Grant) -> None:
         """Take new bounds: the tuner runs, as at every re-allocation."""
         self.grant = grant
         depths = np.arange(self._num_layers)

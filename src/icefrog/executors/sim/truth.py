@@ -1,0 +1,70 @@
+"""What the world knows of its jobs, and its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from icefrog.profile import FloatArray, Profile
+from icefrog.spec import JobSpec
+
+
+class Curves(Protocol):
+    """Gradient statistics of a model by training progress (effective samples / P0, 0..1), per-sample units."""
+
+    def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
+        """V = S by layer, shape (L,), where the first ``frozen_depth`` (0..1) of the layers froze at ``frozen_start``."""
+        ...
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        """|G|^2 by layer, shape (L,)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorldConfig:
+    """Settings of the world. Errors are standard deviations of the natural logarithm of estimate / truth."""
+
+    seed: int = 0
+    restart_s: float = 60.0
+    """What every start but a job's first costs it: no progress, GPUs held."""
+    noise: float = 0.05
+    """Error of each throughput parameter of the estimates."""
+    occupancy_noise: float = 0.05
+    """Error of the estimated memory and of the estimated utilisation (one factor each)."""
+    stats_noise: float = 0.05
+    """Sampling error of every layer's variance at every tuning point."""
+    split_noise: float = 0.0
+    """How far a job's true per-layer variances stray from the catalogue's (one factor for each layer and job)."""
+    failures_per_gpu_h: float = 0.0
+    """Rate of random crashes."""
+    hysteresis: float = 0.02
+    """Least relative gain in E for which a simulated job moves its boundary."""
+    min_tuning_points: int = 20
+    max_tuning_points: int = 100
+    """Tuning points of a job: its epochs, within these bounds (short jobs tune every K steps, long ones every K epochs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrueJob:
+    """What the world knows of one job."""
+
+    spec: JobSpec
+    profile: Profile  # the true costs
+    estimate: Profile  # what scheduler and job believe
+    curves: Curves
+    split: FloatArray  # factor on the catalogue's curves, shape (L,)
+    total_samples: float  # P0
+
+    def variance(self, progress: float, frozen_since: float, frozen_layers: int) -> FloatArray:
+        """True V by layer, shape (L,), where the boundary has been at ``frozen_layers`` since that progress."""
+        if frozen_layers == 0:
+            return np.asarray(self.curves.variance(progress)) * self.split
+        depth = frozen_layers / len(self.split)
+        return np.asarray(self.curves.variance(progress, frozen_since, depth)) * self.split
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        """True |G|^2 by layer, shape (L,)."""
+        return np.asarray(self.curves.sqr_norm(progress)) * self.split
