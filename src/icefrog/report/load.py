@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -103,8 +104,14 @@ def _simulation(path: Path, only: str | None = None) -> LoadedRuns:
         run = _fold(path / policy / EVENTS, cluster, live=False)
         if old.get("jobs") and not run.jobs:
             raise UserError(f"{path / policy / EVENTS} is empty", "restore it from a copy, or run the simulation again")
-        measured = {key: old.get(key) for key in ("wall_s", "decision_s")}  # the log does not know them
-        row = summarise(run, policy=policy, seed=old.get("seed", 0), **measured)
+        row = summarise(  # with what the log does not know
+            run,
+            policy=policy,
+            seed=old.get("seed", 0),
+            wall_s=old.get("wall_s"),
+            decision_s=old.get("decision_s"),
+            restart_s=_seconds(old, "restart_s", path / SUMMARY),
+        )
         rows.append({**row, **{key: value for key, value in old.items() if key not in row}})
         runs[policy] = run
     if only is not None and not runs:
@@ -123,6 +130,13 @@ def _runs(document: Mapping[str, Any], where: Path) -> list[dict[str, Any]]:
     if len(set(names)) != len(runs):
         raise UserError(f"{where}: a policy is listed twice", "run the simulation again, each policy once")
     return runs
+
+
+def _seconds(run: Mapping[str, Any], key: str, where: Path) -> float:
+    value = run.get(key, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UserError(f"{where}: {key} is {value!r}, not a number of seconds", "run the simulation again")
+    return float(value)
 
 
 def _fold(log: Path, cluster: ClusterSpec, *, live: bool) -> RunRecord:

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from icefrog.profile import FloatArray
-from icefrog.report.record import JobRecord, RunRecord, Status, StepSeries
+from icefrog.report.fairness import fairness_summary
+from icefrog.report.record import JobRecord, RunRecord, Status, StepSeries, area_until
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -50,11 +50,13 @@ def summarise(
     seed: int = 0,
     wall_s: float | None = None,
     decision_s: Mapping[str, float] | None = None,
+    restart_s: float = 0.0,
 ) -> dict[str, Any]:
     """One entry of ``runs`` in ``summary.json``.
 
     ``wall_s`` (seconds the run took to compute) and ``decision_s`` (``{"mean", "max"}``, seconds a decision) depend on
     the machine, so the caller measures them; everything else is a function of the log. A mean over no job is None.
+    ``restart_s``: what a simulated restart costs, GPUs held (:func:`icefrog.report.fairness.restart_gpu_s`).
     """
     jct_s = [job.jct_s for job in run.jobs if job.jct_s is not None]
     queue_s = [job.queue_s for job in run.jobs if job.jct_s is not None]
@@ -86,6 +88,10 @@ def summarise(
         "mean_frozen_fraction": mean_frozen_fraction(run),
         "effective_samples": sum(job.effective_samples for job in run.jobs),
         "decisions": run.decisions,
+        "p50_queue_s": percentile(queue_s, 50),
+        "p90_queue_s": percentile(queue_s, 90),
+        "p99_queue_s": percentile(queue_s, 99),
+        **fairness_summary(run, restart_s),
     }
 
 
@@ -145,13 +151,3 @@ def focus_end_s(run: RunRecord) -> float:
         return run.end_s
     focus_s = 1.15 * (finishes[int(0.95 * (len(run.jobs) - 1))] - run.start_s)
     return run.start_s + focus_s if focus_s * 2.5 < run.end_s - run.start_s else run.end_s
-
-
-def area_until(times: FloatArray, values: FloatArray, edges: FloatArray) -> FloatArray:
-    """Integral of a step function (``values[i]`` from ``times[i]`` on, 0 before) up to each of ``edges``.
-
-    ``times`` is sorted and not empty; the result has the shape of ``edges``.
-    """
-    area = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
-    at = np.searchsorted(times, edges, side="right") - 1
-    return np.where(at >= 0, area[at] + values[at] * (edges - times[at]), 0.0)

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from icefrog.report import text
-from icefrog.report.metrics import area_until, focus_end_s, resample
-from icefrog.report.record import JobRecord, RunRecord, StepSeries
+from icefrog.report.metrics import focus_end_s, resample
+from icefrog.report.record import JobRecord, RunRecord, StepSeries, area_until
 
 Figure: TypeAlias = dict[str, Any]
 

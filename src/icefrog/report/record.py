@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from icefrog import events as ev
+from icefrog.profile import FloatArray
 from icefrog.spec import ClusterSpec, Target
 from icefrog.state import ClusterState, IllegalTransitionError, JobState, Phase
 from icefrog.types import GpuId
@@ -70,6 +73,14 @@ class JobRecord:
     """GPU-seconds held, until it left or the log ends."""
     restarts: int
     crashes: int
+    requested_gpus: int
+    """What the user asked for."""
+    logged_s: float | None
+    """Service time at the requested GPUs by the job log that is replayed; None of a live job."""
+    restarted_s: tuple[float, ...]
+    """When attempts other than the first were up."""
+    reserved_gpu_s: float
+    """GPU-seconds kept for attempts other than the first before they were up; a sharer counts half."""
     effective_samples: float
     num_layers: int | None
     """L, if the log says it."""
@@ -171,20 +182,52 @@ def fold(records: Iterable[ev.AnyRecord], cluster: ClusterSpec, *, live: bool | 
     ``live`` None: told by the size of the times.
     Raises :class:`icefrog.state.IllegalTransitionError` on a log that cannot be true.
     """
-    state = ClusterState(cluster)
-    collector = _Collector()
-    sizes = cluster.gpus_per_node
-    for record in records:
-        state.apply(record)
-        # A live cluster may have been larger in an earlier life; a simulation's is what its summary says.
-        if live is False and isinstance(record, ev.Start | ev.Resize):
-            for gpu in record.gpus:
-                if not (0 <= gpu.node < len(sizes) and 0 <= gpu.device < sizes[gpu.node]):
-                    raise IllegalTransitionError(
-                        f"{record.job_id} uses {gpu}, which the cluster {cluster.label()} lacks"
-                    )
-        collector.see(record, state)
-    return collector.run(state, live)
+    folder = Folder(cluster, live=live)
+    folder.append(records)
+    return folder.run()
+
+
+class Folder:
+    """A fold under way. It is a log to write to (:class:`icefrog.driver.LogWriter`): a run can be folded while it happens.
+
+    Arguments and errors as in :func:`fold`.
+    """
+
+    def __init__(self, cluster: ClusterSpec, *, live: bool | None = None) -> None:
+        self._state = ClusterState(cluster)
+        self._collector = _Collector()
+        self._live = live
+        self._sizes = cluster.gpus_per_node
+
+    def append(self, records: Iterable[ev.AnyRecord]) -> None:
+        """Fold records in, in order."""
+        apply, see, state = self._state.apply, self._collector.see, self._state
+        for record in records:
+            apply(record)
+            # A live cluster may have been larger in an earlier life; a simulation's is what its summary says.
+            if self._live is False and isinstance(record, ev.Start | ev.Resize):
+                self._check(record)
+            see(record, state)
+
+    def _check(self, record: ev.Start | ev.Resize) -> None:
+        for gpu in record.gpus:
+            if not (0 <= gpu.node < len(self._sizes) and 0 <= gpu.device < self._sizes[gpu.node]):
+                label = self._state.cluster.label()
+                raise IllegalTransitionError(f"{record.job_id} uses {gpu}, which the cluster {label} lacks")
+
+    def run(self) -> RunRecord:
+        """What the records so far tell."""
+        return self._collector.run(self._state, self._live)
+
+
+def area_until(times: FloatArray, values: FloatArray, edges: FloatArray) -> FloatArray:
+    """Integral of a step function (``values[i]`` from ``times[i]`` on, 0 before) up to each of ``edges``.
+
+    ``times`` is sorted and not empty; the result has the shape of ``edges``.
+    """
+    area = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
+    at = np.searchsorted(times, edges, side="right") - 1
+    return np.where(at >= 0, area[at] + values[at] * (edges - times[at]), 0.0)
 
 
 @dataclass(slots=True)
@@ -197,6 +240,10 @@ class _Trail:
     sharing: list[Sharing] = field(default_factory=list)
     warnings: list[tuple[float, str]] = field(default_factory=list)
     deaths: list[tuple[float, str]] = field(default_factory=list)
+    restarted: list[float] = field(default_factory=list)
+    reserved_gpu_s: float = 0.0
+    asked_s: float = 0.0  # of the last start or resize
+    freed_s: float = 0.0  # when it last left its GPUs
     held: tuple[GpuId, ...] = ()
     share: float = 0.0  # GPUs held, a sharer half
     waiting: bool = False
@@ -218,13 +265,19 @@ class _Collector:
 
     def see(self, record: ev.AnyRecord, state: ClusterState) -> None:
         """Take note of what ``record``, just applied, changed."""
+        if isinstance(record, ev.ProgressReported):  # most of a log; it changes neither GPUs nor waiting
+            self._progress(record, state.jobs[record.job_id], self.trails[record.job_id])
+            return
         if isinstance(record, ev.PlanDecided):
             self.policy, self.decisions = record.policy, self.decisions + 1
             return
-        if isinstance(record, ev.Tick):
+        job_id: str | None = getattr(record, "job_id", None)
+        if job_id is None:  # of no job: ticks, nodes
             return
-        job = state.jobs[record.job_id]
-        trail = self.trails.setdefault(record.job_id, _Trail())
+        job = state.jobs[job_id]
+        trail = self.trails.get(job_id)
+        if trail is None:
+            trail = self.trails[job_id] = _Trail()
         self._reports(record, job, trail)
         self._held(record.time_s, job, trail)
         waits = job.waiting_since_s is not None
@@ -232,21 +285,45 @@ class _Collector:
             trail.waiting = waits
             _step(self.waiting, record.time_s, 1.0 if waits else -1.0)
 
+    def _progress(self, record: ev.ProgressReported, job: JobState, trail: _Trail) -> None:
+        if job.profile is not None:
+            trail.num_layers = job.profile.num_layers
+        elif record.variance:
+            trail.num_layers = len(record.variance)  # one entry a layer
+        if not trail.frozen or trail.frozen[-1][1] != job.frozen_layers:
+            trail.frozen.append((record.time_s, float(job.frozen_layers)))
+        if record.metric is not None:
+            trail.metric.append((record.time_s, record.metric))
+
     def _reports(self, record: ev.AnyRecord, job: JobState, trail: _Trail) -> None:
         now_s = record.time_s
-        if isinstance(record, ev.JobStarted | ev.ProgressReported):
-            if job.profile is not None:
-                trail.num_layers = job.profile.num_layers
-            elif isinstance(record, ev.ProgressReported) and record.variance:
-                trail.num_layers = len(record.variance)  # one entry a layer
-            if not trail.frozen or trail.frozen[-1][1] != job.frozen_layers:
-                trail.frozen.append((now_s, float(job.frozen_layers)))
-        if isinstance(record, ev.ProgressReported | ev.JobFinished) and record.metric is not None:
-            trail.metric.append((now_s, record.metric))
-        if isinstance(record, ev.JobWarned):
-            trail.warnings.append((now_s, record.message))
-        if isinstance(record, ev.JobCrashed):
-            trail.deaths.append((now_s, f"attempt {record.attempt} died: {record.reason}"))
+        match record:
+            case ev.Start() | ev.Resize():
+                trail.asked_s = now_s
+            case ev.JobStarted():
+                self._started(now_s, job, trail)
+            case ev.JobStopped():
+                trail.freed_s = now_s
+            case ev.JobCrashed():
+                trail.freed_s = now_s
+                trail.deaths.append((now_s, f"attempt {record.attempt} died: {record.reason}"))
+            case ev.JobFinished() if record.metric is not None:
+                trail.metric.append((now_s, record.metric))
+            case ev.JobWarned():
+                trail.warnings.append((now_s, record.message))
+            case _:
+                pass
+
+    def _started(self, now_s: float, job: JobState, trail: _Trail) -> None:
+        if job.profile is not None:
+            trail.num_layers = job.profile.num_layers
+        if not trail.frozen or trail.frozen[-1][1] != job.frozen_layers:
+            trail.frozen.append((now_s, float(job.frozen_layers)))
+        if job.num_restarts > len(trail.restarted):  # the state does not count the first
+            trail.restarted.append(now_s)
+            if job.holding is not None:
+                kept_s = now_s - max(trail.asked_s, trail.freed_s)
+                trail.reserved_gpu_s += kept_s * len(job.holding.gpus) * (0.5 if job.holding.shared else 1.0)
 
     def _held(self, now_s: float, job: JobState, trail: _Trail) -> None:
         held: tuple[GpuId, ...] = ()
@@ -270,8 +347,7 @@ class _Collector:
 
     def _partner(self, now_s: float, job_id: str) -> None:
         trail = self.trails[job_id]
-        beside = [j for gpu in trail.held for j in self.on_gpu[gpu] if j != job_id]
-        partner = beside[0] if beside else None
+        partner = next((j for gpu in trail.held for j in self.on_gpu[gpu] if j != job_id), None)
         if partner != trail.partner:
             if trail.partner is not None and now_s > trail.partner_since_s:
                 trail.sharing.append(Sharing(trail.partner_since_s, now_s, trail.partner))
@@ -316,6 +392,10 @@ def _job_record(job: JobState, trail: _Trail, end_s: float, origin_s: float) -> 
         gpu_s=job.attained_s(end_s),
         restarts=job.num_restarts,
         crashes=job.num_crashes,
+        requested_gpus=job.spec.requested_gpus,
+        logged_s=job.oracle_duration_s,
+        restarted_s=tuple(t - origin_s for t in trail.restarted),
+        reserved_gpu_s=trail.reserved_gpu_s,
         effective_samples=job.effective_samples,
         num_layers=trail.num_layers,
         gpus=_shift(trail.gpus, origin_s),
@@ -341,4 +421,6 @@ def _set(series: list[tuple[float, float]], time_s: float, value: float) -> None
 
 
 def _shift(series: list[tuple[float, float]], origin_s: float) -> StepSeries:
+    if origin_s == 0.0:
+        return tuple(series)
     return tuple((t - origin_s, value) for t, value in series)
