@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from icefrog.gpu_types import ANY_GPU, GPU_TYPES
 
 _RESERVED_ENV = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"})
 """Which rank a process is and which GPUs are its own: what the scheduler decides (and ``ICEFROG_*``)."""
@@ -188,33 +192,59 @@ class NodeSpec(_Frozen):
 
     gpus: int = Field(ge=1, le=1024, strict=True, description="GPUs a node")
     count: int = Field(default=1, ge=1, le=100_000, strict=True)
-    gpu_type: str = "any"
-    gpu_mem_bytes: Number = Field(default=80e9, gt=0)
+    gpu_type: str = ANY_GPU
+    gpu_mem_bytes: Number = Field(
+        default=80e9, gt=0, description="of one GPU; default: that of the type where it is known, else 8.0e10"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_of_its_type(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "gpu_mem_bytes" not in data and data.get("gpu_type") in GPU_TYPES:
+            return {**data, "gpu_mem_bytes": GPU_TYPES[data["gpu_type"]].mem_bytes}
+        return data
 
 
 class ClusterSpec(_Frozen):
     """The nodes of a cluster, in order. Node ``i`` of the flattened list is what placement calls node ``i``."""
 
+    model_config = ConfigDict(ignored_types=(cached_property,))
+
     nodes: tuple[NodeSpec, ...] = Field(min_length=1, max_length=1000)
 
-    @property
+    @cached_property
     def gpus_per_node(self) -> tuple[int, ...]:
         """GPUs of every single node."""
         return tuple(group.gpus for group in self.nodes for _ in range(group.count))
 
-    @property
+    @cached_property
+    def node_types(self) -> tuple[str, ...]:
+        """GPU type of every single node."""
+        return tuple(group.gpu_type for group in self.nodes for _ in range(group.count))
+
+    @cached_property
+    def parts(self) -> Mapping[str, ClusterSpec]:
+        """By GPU type, the nodes of that type alone; the type with the most GPUs first, equal ones as they are listed."""
+        types = dict.fromkeys(group.gpu_type for group in self.nodes)
+        if len(types) == 1:
+            return {self.nodes[0].gpu_type: self}
+        parts = {t: ClusterSpec(nodes=tuple(n for n in self.nodes if n.gpu_type == t)) for t in types}
+        return dict(sorted(parts.items(), key=lambda part: -part[1].num_gpus))
+
+    @cached_property
     def num_gpus(self) -> int:
         """All GPUs."""
         return sum(group.gpus * group.count for group in self.nodes)
 
-    @property
+    @cached_property
     def gpu_mem_bytes(self) -> float:
         """Memory of the smallest GPU: what a sharing pair must fit in."""
         return min(group.gpu_mem_bytes for group in self.nodes)
 
     def label(self) -> str:
-        """``12x4`` for equal nodes, else ``2x8+4x4``."""
-        return "+".join(f"{group.count}x{group.gpus}" for group in self.nodes)
+        """``12x4`` for equal nodes, ``2x8+4x4`` for unequal ones, ``2x8:a100+4x4:t4`` where types differ."""
+        typed = len(self.parts) > 1
+        return "+".join(f"{g.count}x{g.gpus}" + (f":{g.gpu_type}" if typed else "") for g in self.nodes)
 
 
 def job_schema() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -17,21 +16,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from icefrog.errors import UserError
+from icefrog.gpu_types import ANY_GPU, GPU_TYPES
 from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
 
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_FILE_BYTES = 1_000_000
 _CLUSTER_PATTERN = re.compile(r"^([0-9]{1,9})x([0-9]{1,9})(?::([A-Za-z0-9._-]+))?$")
-GPU_MEM_BYTES: Mapping[str, float] = {
-    "t4": 16e9,
-    "rtx": 11e9,
-    "a100-40gb": 40e9,
-    "a100-80gb": 80e9,
-    "a800-80gb": 80e9,
-    "h100-80gb": 80e9,
-}
-"""Memory by GPU type, as the vendors state it; ``--cluster 12x4:TYPE`` accepts these."""
+_MAX_GROUPS = 1000  # of equal nodes
 
 
 def load_job(path: Path) -> JobSpec:
@@ -45,22 +37,26 @@ def load_cluster(path: Path) -> ClusterSpec:
 
 
 def parse_cluster(text: str) -> ClusterSpec:
-    """``12x4``, ``12x4:a100-80gb``, or the path of a cluster file."""
-    match = _CLUSTER_PATTERN.match(text)
-    if match is None:
+    """``12x4``, ``12x4:a100-80gb``, ``8x4:a100+4x4:rtx``, or the path of a cluster file."""
+    groups = text.split("+")
+    matches = [_CLUSTER_PATTERN.match(group) for group in groups]
+    if not all(matches) or len(groups) > _MAX_GROUPS:
         if text.endswith((".yaml", ".yml")) or Path(text).exists():
             return load_cluster(Path(text))
         raise UserError(
             f"--cluster: {text!r} is neither NODESxGPUS[:TYPE] nor a YAML file",
-            "for example 12x4, 12x4:a100-80gb, or cluster.yaml",
+            "for example 12x4, 12x4:a100-80gb, 8x4:a100+4x4:rtx, or cluster.yaml",
         )
-    count, gpus, gpu_type = int(match[1]), int(match[2]), match[3] or "any"
+    return ClusterSpec(nodes=tuple(_node_group(match, text) for match in matches if match is not None))
+
+
+def _node_group(match: re.Match[str], text: str) -> NodeSpec:
+    count, gpus, gpu_type = int(match[1]), int(match[2]), match[3] or ANY_GPU
     if not 1 <= count <= 100_000 or not 1 <= gpus <= 64:
         raise UserError(f"--cluster: {text!r} is not a cluster", "1 to 100000 nodes of 1 to 64 GPUs, for example 12x4")
-    if gpu_type != "any" and gpu_type not in GPU_MEM_BYTES:
-        raise UserError(f"--cluster: unknown GPU type {gpu_type!r}", f"known types: {', '.join(GPU_MEM_BYTES)}")
-    mem_bytes = GPU_MEM_BYTES.get(gpu_type, 80e9)
-    return ClusterSpec(nodes=(NodeSpec(gpus=gpus, count=count, gpu_type=gpu_type, gpu_mem_bytes=mem_bytes),))
+    if gpu_type != ANY_GPU and gpu_type not in GPU_TYPES:
+        raise UserError(f"--cluster: unknown GPU type {gpu_type!r}", f"known types: {', '.join(GPU_TYPES)}")
+    return NodeSpec(gpus=gpus, count=count, gpu_type=gpu_type)
 
 
 # -- YAML with lines ------------------------------------------------------------------------------------------------------

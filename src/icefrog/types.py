@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
 
@@ -19,9 +20,6 @@ class GpuId(NamedTuple):
     node: int
     device: int
 
-
-ANY_GPU = "any"
-"""A GPU type that stands for all."""
 
 FreezingRule: TypeAlias = Literal["none", "tuner", "freezeout"]
 

@@ -167,3 +167,22 @@ def test_variables_that_the_scheduler_sets_are_refused(tmp_path, name):
     with pytest.raises(UserError, match=rf":11: env: the scheduler sets {name}") as error:
         load_job(write(tmp_path, GOOD.replace("OMP_NUM_THREADS", name)))
     assert "ICEFROG_*" in error.value.hint
+
+
+def test_clusters_of_several_gpu_types(tmp_path):
+    cluster = parse_cluster("4x4:rtx+8x4:a100+1x2:rtx")
+    assert cluster.label() == "4x4:rtx+8x4:a100+1x2:rtx"
+    assert cluster.node_types == ("rtx",) * 4 + ("a100",) * 8 + ("rtx",)
+    assert list(cluster.parts) == ["a100", "rtx"]  # the most GPUs first
+    assert [part.num_gpus for part in cluster.parts.values()] == [32, 18]
+    assert cluster.gpu_mem_bytes == 11e9
+    plain = parse_cluster("2x8+4x4")
+    assert plain.label() == "2x8+4x4"
+    assert plain.parts == {"any": plain}
+    path = tmp_path / "cluster.yaml"
+    path.write_text("nodes:\n- {count: 2, gpus: 8, gpu_type: t4}\n- {gpus: 4, gpu_type: ours}\n")
+    mixed = load_cluster(path)
+    assert [node.gpu_mem_bytes for node in mixed.nodes] == [16e9, 80e9]  # a type's own, where it is known
+    for wrong in ("4x4:rtx+", "+4x4", "4x4:rtx+4x4:warp9", "4x4+0x4"):
+        with pytest.raises(UserError):
+            parse_cluster(wrong)
