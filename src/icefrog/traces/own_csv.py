@@ -1,4 +1,4 @@
-"""IceFrog's own trace: ``job_id,submit_s,num_gpus,duration_s[,user][,vc]``.
+"""IceFrog's own trace: ``job_id,submit_s,num_gpus,duration_s`` and, if known, the other fields of a ``TraceJob``.
 
 ``submit_s`` counts seconds from any zero. Instead of it, or beside it, ``submit_time`` is an ISO local time, as
 ``2017-10-03 03:00:00``. This is the user's own file, so nothing is guessed or dropped but blank lines: a bad cell
@@ -10,46 +10,56 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime, timedelta
 
 import polars as pl
 
 from icefrog.spec import JOB_ID_PATTERN
-from icefrog.traces.table import Table, empty_rows, numbers, require
+from icefrog.traces.rows import build_jobs, rewards_text
+from icefrog.traces.source import Source
+from icefrog.traces.table import Table, empty_rows, numbers, require, whole_table
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
 
 NAME = "icefrog-csv"
 COLUMNS = ("job_id", "submit_s", "num_gpus", "duration_s")
-DESCRIPTION = "IceFrog's own CSV (job_id,submit_s|submit_time,num_gpus,duration_s[,user][,vc])"
+_TEXTS = ("user", "vc", "gpu_type", "state", "kind", "application")
+_COUNTS = ("num_replicas", "batch_size")
+_NUMBERS = ("gpu_demand", "queue_s", "time_limit_s", "deadline_s")
+OPTIONAL = (*_TEXTS, *_COUNTS, *_NUMBERS, "rewards")
+DESCRIPTION = "IceFrog's own CSV (job_id,submit_s|submit_time,num_gpus,duration_s[,user][,vc]...)"
 _TIME_FORMATS = ("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
+_NUMBER = r"(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+_REWARDS = rf"^{_NUMBER}:-?{_NUMBER}(;{_NUMBER}:-?{_NUMBER})*$"
 
 
-def matches(header: Sequence[str]) -> bool:
-    """Whether a header belongs to this format."""
-    return {"job_id", "num_gpus", "duration_s"} <= set(header) and bool({"submit_s", "submit_time"} & set(header))
+def matches(source: Source) -> bool:
+    """Whether the header belongs to this format."""
+    header = set(source.header)
+    return {"job_id", "num_gpus", "duration_s"} <= header and bool({"submit_s", "submit_time"} & header)
 
 
-def read(table: Table) -> Trace:
+def read(source: Source) -> Trace:
     """Jobs in order of submission; ``submit_s`` is kept as given, ``submit_time`` counts from the first job.
 
     Raises:
         UserError: any bad or missing cell, or a job id given twice.
     """
+    table = whole_table(source)
     empty = empty_rows(table)
     ids = _ids(table, empty)
     submit_s, start = _submissions(table, empty)
-    gpus = _positive(table, empty, "num_gpus", "a whole number >= 1, at most 1000000", whole=True)
-    lengths = _positive(table, empty, "duration_s", "a number of seconds > 0", whole=False)
-    labels = [
-        table.frame[name].fill_null("") if name in table.columns else pl.repeat("", table.frame.height, eager=True)
-        for name in ("user", "vc")
+    columns = [
+        ids,
+        submit_s.alias("submit_s"),
+        _positive(table, empty, "num_gpus", "a whole number >= 1, at most 1000000", whole=True),
+        _positive(table, empty, "duration_s", "a number of seconds > 0", whole=False),
+        *_optional(table),
     ]
-    frame = pl.DataFrame([ids, submit_s, gpus, lengths, labels[0].alias("user"), labels[1].alias("vc")])
+    frame = pl.DataFrame(columns)
     kept = frame.filter(~empty).sort("submit_s", maintain_order=True)
-    jobs = tuple(TraceJob(i, at, int(num), length, user, vc) for i, at, num, length, user, vc in kept.iter_rows())
     report = ReadReport(frame.height, frame.height).drop("empty line", frame.height - kept.height)
-    return Trace(jobs, report, f"{table.path.name} ({NAME})", start)
+    return Trace(build_jobs(kept), report, f"{source.path.name} ({NAME})", start)
 
 
 def write_text(trace: Trace) -> str:
@@ -57,10 +67,17 @@ def write_text(trace: Trace) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     dated = [] if trace.start is None else ["submit_time"]
-    writer.writerow(["job_id", *dated, "submit_s", "num_gpus", "duration_s", "user", "vc"])
+    defaults = {item.name: item.default for item in fields(TraceJob)}
+    used = [
+        name
+        for name in OPTIONAL
+        if name in ("user", "vc") or any(getattr(job, name) != defaults[name] for job in trace.jobs)
+    ]
+    writer.writerow(["job_id", *dated, "submit_s", "num_gpus", "duration_s", *used])
     for job in trace.jobs:
         at = [] if trace.start is None else [_iso(trace.start, job.submit_s)]
-        writer.writerow([job.job_id, *at, job.submit_s, job.num_gpus, job.duration_s, job.user, job.vc])
+        rest = [rewards_text(job.rewards) if name == "rewards" else getattr(job, name) for name in used]
+        writer.writerow([job.job_id, *at, job.submit_s, job.num_gpus, job.duration_s, *rest])
     return out.getvalue()
 
 
@@ -90,7 +107,7 @@ def _submissions(table: Table, empty: pl.Series) -> tuple[pl.Series, datetime | 
         assert times is not None
         start = times.min()
         seconds = (times - start).dt.total_microseconds() / 1e6
-        return seconds.alias("submit_s"), start if isinstance(start, datetime) else None
+        return seconds, start if isinstance(start, datetime) else None
     allowed, hint = "a number of seconds >= 0", "submit_s counts from the start of the trace"
     seconds = numbers(table, "submit_s", allowed, hint)
     require(table, empty | (seconds >= 0), "submit_s", allowed, hint)
@@ -119,3 +136,26 @@ def _positive(table: Table, empty: pl.Series, column: str, allowed: str, *, whol
     good = (values >= 1) & (values == values.floor()) & (values <= 1e6) if whole else values > 0
     require(table, empty | good, column, allowed, hint)
     return values
+
+
+def _optional(table: Table) -> list[pl.Series]:
+    """The columns that may be there; an empty cell is a value that is not known."""
+    hint = "leave the cell empty where it is not known"
+    columns = []
+    for name in OPTIONAL:
+        if name not in table.columns:
+            continue
+        text = table.frame[name]
+        if name in _TEXTS:
+            columns.append(text)
+        elif name == "rewards":
+            require(table, text.is_null() | text.str.contains(_REWARDS), name, "seconds:worth;seconds:worth;...", hint)
+            columns.append(text)
+        else:
+            whole = name in _COUNTS
+            allowed = "a whole number >= 1" if whole else "a number >= 0"
+            values = numbers(table, name, allowed, hint)
+            good = (values >= 1) & (values == values.floor()) & (values < 2**53) if whole else values >= 0
+            require(table, values.is_null() | good, name, allowed, hint)
+            columns.append(values)
+    return columns

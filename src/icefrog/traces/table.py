@@ -1,4 +1,4 @@
-"""From a delimited file to a table of strings and on to numbers; errors name file, line and column.
+"""From a block of delimited text to a table of strings and on to numbers; errors name file, line and column.
 
 Everything is read as text first: a cell that does not parse must be reported with its line and its value,
 which a typed reader cannot do. Lines count from 1, the header being line 1.
@@ -7,100 +7,86 @@ which a typed reader cannot do. Lines count from 1, the header being line 1.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import polars as pl
 
 from icefrog.errors import UserError
-
-_CORRUPT_HINT = "download or copy the file again; `gzip -t FILE` checks it"
+from icefrog.traces.source import Block, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A delimited file: every cell a string, null where it is empty."""
+    """Rows of a delimited file: every cell a string without blanks around it, null where it is empty."""
 
-    path: Path
-    text: str
+    block: Block
     frame: pl.DataFrame
+    lines: tuple[int, ...] | None = None
+    """The line of each row where rows and lines do not go together; None: by counting."""
 
     @property
     def columns(self) -> list[str]:
         """The header, as written."""
         return self.frame.columns
 
+    def line(self, row: int) -> int:
+        """The line on which a row (from 0) begins."""
+        return self.lines[row] if self.lines is not None else _line_of_record(self.block, row)
+
     def fail(self, row: int, column: str, allowed: str, hint: str) -> NoReturn:
         """Raise the error for one bad cell (``row`` counts from 0, without the header)."""
         value = self.frame[column][row]
-        where = f"{self.path}, line {_line_of_record(self.text, row + 1)}, column '{column}'"
-        given = "it is empty" if value is None else f"got {_short(value)}"
+        where = f"{self.block.path}, line {self.line(row)}, column '{column}'"
+        given = "it is empty" if value is None else f"got {shown(value)}"
         raise UserError(f"{where}: {given}, allowed: {allowed}", hint)
 
 
-def read_text(path: Path) -> str:
-    """The file's text, unpacked when it is gzip (by content, not by name).
-
-    Raises:
-        UserError: unreadable, corrupt or truncated gzip, not UTF-8 text, or empty.
-    """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}", "check the path and its permissions"
-        ) from error
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except (EOFError, OSError, zlib.error) as error:
-            raise UserError(f"{path}: damaged gzip file ({error})", _CORRUPT_HINT) from error
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not a text file: byte {raw[error.start]:#04x} at offset {error.start} is not UTF-8",
-            "a trace is a CSV file in UTF-8, plain or gzip",
-        ) from error
-    if "\x00" in text:
-        raise UserError(f"{path}: not a text file: it holds NUL bytes", "a trace is a CSV file in UTF-8, plain or gzip")
-    if not text.strip():
-        raise UserError(f"{path}: the file is empty", "a trace has a header line and one line a job")
-    return text
-
-
-def header_of(text: str) -> list[str]:
-    """The cells of the first line; one that cannot be split is returned whole."""
-    first = text.lstrip("\r\n").split("\n", 1)[0].rstrip("\r")
-    try:
-        return [cell.strip() for cell in next(csv.reader([first], strict=True))]
-    except (csv.Error, StopIteration):
-        return [first]
-
-
-def parse_table(path: Path, text: str) -> Table:
-    """Split the text into cells.
+def parse_block(source: Source, block: Block) -> Table:
+    """Split comma-separated text into cells; double quotes hold commas and line ends.
 
     Raises:
         UserError: a line with more cells than the header, quotes that do not close, or a column given twice.
     """
-    header = header_of(text)
-    if twice := next((name for name in header if header.count(name) > 1), None):
-        raise UserError(f"{path}, line 1: the column {twice!r} is given twice", "keep one of the two columns")
+    header = _header(source, source.header)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(header)
     try:
-        frame = pl.read_csv(
-            io.BytesIO(text.encode()),
-            infer_schema=False,
-            raise_if_empty=False,
-        )
+        frame = pl.read_csv(io.BytesIO(text.getvalue().encode() + block.data), infer_schema=False, raise_if_empty=False)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, ValueError) as error:
-        raise _shape_error(path, text, error) from error
-    named = frame.rename({name: name.strip() for name in frame.columns}) if _strippable(frame.columns) else frame
-    return Table(path, text, named.with_columns(pl.all().str.strip_chars().replace("", None)))
+        raise _shape_error(block, len(header), error) from error
+    if frame.width != len(header):
+        raise UserError(f"{block.path}: not a CSV file", "check that every double quote is closed")
+    frame.columns = list(header)
+    return Table(block, _stripped(frame))
+
+
+def parse_bare(source: Source, block: Block, separator: str) -> tuple[Table, int, int]:
+    """Split text that knows no quotes. Returns the table of the lines that have the header's number of cells, how many
+    have not, and the number of the first such line (0: none). Blank lines count as rows without a cell.
+    """
+    header = _header(source, source.cells(separator))
+    seams, mark = len(header) - 1, separator.encode()
+    texts = block.data.split(b"\n")
+    if texts and not texts[-1]:
+        texts.pop()
+    empty = mark * seams
+    good = [(i, t.rstrip(b"\r") or empty) for i, t in enumerate(texts) if t.count(mark) == seams or not t.strip()]
+    wrong = len(texts) - len(good)
+    kept = {i for i, _ in good} if wrong else set()
+    first = next((block.line + i for i in range(len(texts)) if i not in kept), 0) if wrong else 0
+    columns = pl.Series("line", [t.decode() for _, t in good], dtype=pl.String).str.split_exact(separator, seams)
+    frame = columns.struct.rename_fields(list(header)).struct.unnest()
+    return Table(block, _stripped(frame), tuple(block.line + i for i, _ in good)), wrong, first
+
+
+def whole_table(source: Source) -> Table:
+    """All rows at once. Raises :class:`icefrog.errors.UserError` as :func:`parse_block` does."""
+    parts = list(source.blocks())
+    line = parts[0].line if parts else 2
+    return parse_block(source, Block(source.path, line, b"".join(part.data for part in parts)))
 
 
 def numbers(table: Table, column: str, allowed: str, hint: str) -> pl.Series:
@@ -132,42 +118,47 @@ def empty_rows(table: Table) -> pl.Series:
     return table.frame.select(pl.all_horizontal(pl.all().is_null()).alias("empty"))["empty"]
 
 
-def _strippable(columns: list[str]) -> bool:
-    stripped = [name.strip() for name in columns]
-    return stripped != columns and len(set(stripped)) == len(stripped)
+def shown(value: str, limit: int = 60) -> str:
+    """A value as it stands in a message: quoted, on one line, not too long."""
+    return repr(value if len(value) <= limit else value[:limit] + "...")
 
 
-def _records(text: str) -> list[tuple[int, list[str]]]:
-    """(line on which it begins, cells) of every record; leading blank lines are no records."""
-    reader = csv.reader(io.StringIO(text.lstrip("\r\n")))
-    skipped = text[: len(text) - len(text.lstrip("\r\n"))].count("\n")
-    records, begin = [], 1
+def _header(source: Source, header: Sequence[str]) -> Sequence[str]:
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise UserError(f"{source.path}, line 1: the column {twice!r} is given twice", "keep one of the two columns")
+    return header
+
+
+def _stripped(frame: pl.DataFrame) -> pl.DataFrame:
+    return frame.with_columns(pl.all().str.strip_chars().replace("", None))
+
+
+def _records(block: Block) -> list[tuple[int, list[str]]]:
+    """(line on which it begins, cells) of every record."""
+    reader = csv.reader(io.StringIO(block.data.decode()))
+    records, begin = [], 0
     try:
         for cells in reader:
-            records.append((begin + skipped, cells))
-            begin = reader.line_num + 1
+            records.append((begin + block.line, cells))
+            begin = reader.line_num
     except csv.Error:
         pass  # the caller names the last record that could be read
     return records
 
 
-def _line_of_record(text: str, index: int) -> int:
-    records = _records(text)
-    return records[index][0] if index < len(records) else index + 1
+def _line_of_record(block: Block, index: int) -> int:
+    if b'"' not in block.data:
+        return block.line + index
+    records = _records(block)
+    return records[index][0] if index < len(records) else block.line + index
 
 
-def _shape_error(path: Path, text: str, error: BaseException) -> UserError:
-    records = _records(text)
-    width = len(records[0][1]) if records else 0
-    for line, cells in records[1:]:
+def _shape_error(block: Block, width: int, error: BaseException) -> UserError:
+    for line, cells in _records(block):
         if len(cells) > width:
             return UserError(
-                f"{path}, line {line}: {len(cells)} cells, allowed: {width} as in the header",
+                f"{block.path}, line {line}: {len(cells)} cells, allowed: {width} as in the header",
                 "a value that holds a comma must stand in double quotes",
             )
     reason = (str(error).splitlines() or ["unknown format"])[0]
-    return UserError(f"{path}: not a CSV file ({_short(reason)})", "check that every double quote is closed")
-
-
-def _short(value: str, limit: int = 60) -> str:
-    return repr(value if len(value) <= limit else value[:limit] + "...")
+    return UserError(f"{block.path}: not a CSV file ({shown(reason)})", "check that every double quote is closed")
