@@ -8,6 +8,113 @@ from dataclasses import dataclass
 from icefrog.types import GpuId, Plan, Snapshot
 
 
+class FreeGpus:
+    """The GPUs that nobody holds, node by node, kept up to date while jobs take and leave them.
+
+    Finding a place costs O(GPUs of a node) for a job that fits in one node and O(nodes) for a larger one, however many jobs
+    there are.
+
+    Args:
+        node_gpus: GPUs in service of every node (``Snapshot.node_gpus``); all are free at first.
+    """
+
+    def __init__(self, node_gpus: Sequence[int]) -> None:
+        self.sizes = tuple(node_gpus)
+        self.largest = max(self.sizes, default=0)
+        """GPUs of the largest node: a job that needs more spans nodes, any other never does."""
+        self.num_free = sum(self.sizes)
+        self._free = [(1 << size) - 1 for size in self.sizes]  # bit d: device d is free
+        self._count = list(self.sizes)
+        self._nodes_with = [0] * (self.largest + 1)  # how many nodes have so many free GPUs
+        for size in self.sizes:
+            self._nodes_with[size] += 1
+        self._spanned: set[int] = set()  # nodes that hold a part of a job that spans nodes
+
+    def free_in(self, node: int) -> int:
+        """Free GPUs of one node."""
+        return self._count[node]
+
+    def are_free(self, gpus: Sequence[GpuId]) -> bool:
+        """Whether all of them are in service and free."""
+        masks = self._free
+        return all(0 <= node < len(masks) and masks[node] >> device & 1 for node, device in gpus)
+
+    def hold(self, gpus: Sequence[GpuId]) -> None:
+        """Somebody takes them. Raises ``ValueError`` if one is not free."""
+        if not self.are_free(gpus):
+            raise ValueError(f"not all free: {gpus}")
+        if len(gpus) > 1 and num_nodes(gpus) > 1:
+            self._spanned.update(gpu.node for gpu in gpus)
+        for node, device in gpus:
+            self._free[node] ^= 1 << device
+            self._recount(node, -1)
+
+    def release(self, gpus: Sequence[GpuId]) -> None:
+        """A holder leaves all its GPUs (a part of them would leave the books of nodes in use by large jobs wrong)."""
+        if num_nodes(gpus) > 1:
+            self._spanned.difference_update(gpu.node for gpu in gpus)
+        for node, device in gpus:
+            if self._free[node] >> device & 1:
+                raise ValueError(f"was free already: {GpuId(node, device)}")
+            self._free[node] |= 1 << device
+            self._recount(node, 1)
+
+    def _recount(self, node: int, change: int) -> None:
+        count = self._count[node]
+        self._nodes_with[count] -= 1
+        self._nodes_with[count + change] += 1
+        self._count[node] = count + change
+        self.num_free += change
+
+    def find(self, num_gpus: int, home: Sequence[GpuId] = ()) -> tuple[GpuId, ...] | None:
+        """A place for a job, or None; nothing is held yet.
+
+        In one node: that of ``home`` if it fits there, else the fullest node that fits, the first of equals. A job larger
+        than any node: whole empty nodes, the largest first, and the rest on the fullest node that fits it; never a node
+        that another such job uses. GPUs of ``home`` come before others of the same node.
+        """
+        if num_gpus > self.num_free:
+            return None
+        return self._many_nodes(num_gpus, home) if num_gpus > self.largest else self._one_node(num_gpus, home)
+
+    def _one_node(self, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
+        if home and home[0].node < len(self.sizes) and self._count[home[0].node] >= num_gpus:
+            return self._pick(home[0].node, num_gpus, home)
+        for count in range(num_gpus, self.largest + 1):
+            if self._nodes_with[count]:
+                return self._pick(self._count.index(count), num_gpus, home)
+        return None
+
+    def _many_nodes(self, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
+        gpus: list[GpuId] = []
+        left = num_gpus
+        homes = {gpu.node for gpu in home}
+        usable = [node for node, count in enumerate(self._count) if count and node not in self._spanned]
+        empty = [node for node in usable if self._count[node] == self.sizes[node]]
+        taken = set()
+        for node in sorted(empty, key=lambda node: (node not in homes, -self.sizes[node], node)):
+            if self.sizes[node] <= left:
+                gpus += self._pick(node, self.sizes[node], home)
+                left -= self.sizes[node]
+                taken.add(node)
+        if left:
+            rest = [node for node in usable if self._count[node] >= left and node not in taken]
+            if not rest:
+                return None
+            node = min(rest, key=lambda node: (node not in homes, self._count[node], node))
+            gpus += self._pick(node, left, home)
+        return tuple(gpus)
+
+    def _pick(self, node: int, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...]:
+        """``num_gpus`` free GPUs of a node, those of ``home`` first."""
+        mask = self._free[node]
+        devices = [device for device in range(self.sizes[node]) if mask >> device & 1]
+        if home:
+            own = {gpu.device for gpu in home if gpu.node == node}
+            devices.sort(key=lambda device: device not in own)
+        return tuple(GpuId(node, device) for device in devices[:num_gpus])
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where every planned job goes, and which jobs found no place although the counts add up."""
@@ -57,87 +164,32 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
     return units
 
 
-class _Nodes:
-    """Free GPUs while packing."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = sizes
-        self.free = [list(range(size)) for size in sizes]
-        self.spans = [False] * len(sizes)  # holds a part of a multi-node job
-
-    def take(self, node: int, count: int, wanted: Sequence[GpuId] = ()) -> list[GpuId]:
-        """``count`` GPUs of a node, those of ``wanted`` first."""
-        mine = {gpu.device for gpu in wanted if gpu.node == node}
-        order = sorted(self.free[node], key=lambda device: (device not in mine, device))[:count]
-        for device in order:
-            self.free[node].remove(device)
-        return [GpuId(node, device) for device in order]
-
-    def is_free(self, gpus: Sequence[GpuId]) -> bool:
-        return all(gpu.node < len(self.free) and gpu.device in self.free[gpu.node] for gpu in gpus)
-
-    def one_node(self, unit: _Unit) -> list[GpuId] | None:
-        """The fullest node that still fits the unit, its own first; None where there is none."""
-        home = unit.current[0].node if unit.current else -1
-        fits = [node for node, free in enumerate(self.free) if len(free) >= unit.num_gpus]
-        if not fits:
-            return None
-        best = min(fits, key=lambda node: (node != home, len(self.free[node]), node))
-        return self.take(best, unit.num_gpus, unit.current)
-
-    def many_nodes(self, unit: _Unit) -> list[GpuId] | None:
-        """Whole empty nodes first, the rest on the fullest node that fits it; none shared with a multi-node job."""
-        gpus: list[GpuId] = []
-        left = unit.num_gpus
-        home = {gpu.node for gpu in unit.current}
-        usable = [node for node in range(len(self.sizes)) if not self.spans[node]]
-        empty = [node for node in usable if len(self.free[node]) == self.sizes[node]]
-        for node in sorted(empty, key=lambda node: (node not in home, -self.sizes[node], node)):
-            if self.sizes[node] <= left:
-                gpus += self.take(node, self.sizes[node], unit.current)
-                left -= self.sizes[node]
-        rest = [node for node in usable if len(self.free[node]) >= left > 0]
-        if left and rest:
-            node = min(rest, key=lambda node: (node not in home, len(self.free[node]), node))
-            gpus += self.take(node, left, unit.current)
-            left = 0
-        if left:
-            for gpu in gpus:
-                self.free[gpu.node].append(gpu.device)
-            return None
-        for gpu in gpus:
-            self.spans[gpu.node] = True
-        return gpus
-
-
 def _pack(sizes: Sequence[int], units: Sequence[_Unit], *, keep: bool) -> Placement:
-    nodes = _Nodes(sizes)
-    largest = max(sizes)
+    free = FreeGpus(sizes)
     allocation: dict[str, tuple[GpuId, ...]] = {}
     unplaced: list[str] = []
+    spanned: set[int] = set()  # by jobs that stay
 
     def settle(unit: _Unit, gpus: Sequence[GpuId]) -> None:
+        free.hold(gpus)
         for job_id in unit.job_ids:
             allocation[job_id] = tuple(sorted(gpus))
 
     def stays(unit: _Unit) -> bool:
         # Two pairs may name the same home when partners change: the first keeps it.
-        if len(unit.current) != unit.num_gpus or not nodes.is_free(unit.current):
+        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current):
             return False
         used = {gpu.node for gpu in unit.current}
         if len(used) > 1:
-            if unit.num_gpus <= largest or any(nodes.spans[node] for node in used):
+            if unit.num_gpus <= free.largest or used & spanned:
                 return False
-            for node in used:
-                nodes.spans[node] = True
-        for node in used:
-            nodes.take(node, sum(gpu.node == node for gpu in unit.current), unit.current)
+            spanned.update(used)
         settle(unit, unit.current)
         return True
 
     moving = [unit for unit in units if not (keep and stays(unit))]
     for unit in sorted(moving, key=lambda unit: -unit.num_gpus):  # stable: equal counts in order of submission
-        gpus = nodes.many_nodes(unit) if unit.num_gpus > largest else nodes.one_node(unit)
+        gpus = free.find(unit.num_gpus, unit.current)
         if gpus is None:
             unplaced += unit.job_ids
         else:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icefrog.placement import num_nodes, place
+from icefrog.placement import FreeGpus, num_nodes, place
 from icefrog.testing import builders as b
 from icefrog.types import GpuId, JobView, Plan, Snapshot
 
@@ -104,3 +105,40 @@ def test_powers_of_two_always_fit_and_no_gpu_is_used_twice(counts, sizes, before
     for name, gpus in result.allocation.items():
         assert len(gpus) == names[name]
         assert num_nodes(gpus) == max(1, names[name] // per_node)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 4, 8]), min_size=1, max_size=5),
+    steps=st.lists(st.tuples(st.sampled_from([1, 1, 2, 3, 5, 8, 12]), st.booleans()), max_size=25),
+)
+def test_free_gpus_are_kept_account_of_while_jobs_come_and_go(sizes: list[int], steps: list[tuple[int, bool]]) -> None:
+    free = FreeGpus(sizes)
+    held: list[tuple[GpuId, ...]] = []
+    for count, leaves in steps:
+        if leaves and held:
+            free.release(held.pop(count % len(held)))
+        gpus = free.find(count)
+        if gpus is not None:
+            assert len(set(gpus)) == count
+            assert free.are_free(gpus)
+            assert count > free.largest or num_nodes(gpus) == 1
+            free.hold(gpus)
+            held.append(gpus)
+        elif count <= free.largest:
+            assert all(free.free_in(node) < count for node in range(len(sizes)))
+        taken = [gpu for gpus in held for gpu in gpus]
+        assert len(set(taken)) == len(taken) == sum(sizes) - free.num_free
+        nodes = [node for gpus in held if num_nodes(gpus) > 1 for node in {gpu.node for gpu in gpus}]
+        assert len(set(nodes)) == len(nodes), "two jobs that span nodes share one"
+
+
+def test_gpus_are_held_and_released_once() -> None:
+    free = FreeGpus((2, 2))
+    free.hold(b.gpus(2))
+    with pytest.raises(ValueError, match="not all free"):
+        free.hold(b.gpus(1))
+    with pytest.raises(ValueError, match="was free already"):
+        free.release(b.gpus(1, node=1))
+    assert not free.are_free([GpuId(7, 0)])
+    assert free.find(3) is None
+    assert free.find(1, home=[GpuId(1, 1)]) == (GpuId(1, 1),)
