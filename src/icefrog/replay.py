@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from icefrog.eventlog import read_log
+import numpy as np
+
 from icefrog.policies import make_policy
 from icefrog.profile import Profile
-from icefrog.report import RunRecord, fold, summarise, summary_document, write_jobs_csv, write_report, write_summary
-from icefrog.simulate import Progress, RunResult, SimSettings, icefrog_scenario, simulate
+from icefrog.report import RunRecord, summarise, summary_document, write_jobs_csv, write_report, write_summary
+from icefrog.report.record import Folder
+from icefrog.simulate import Progress, RunResult, Scenario, SimSettings, icefrog_scenario, simulate
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.traces import Trace, read_trace, sample, scale_load, window
 from icefrog.traces.jobs import task_mix, to_specs
 from icefrog.traces.synth import PREFIX, synth_trace
+from icefrog.traces.window import pool_days
 from icefrog.workloads import LayerCurves, job_curves, job_profile, load_catalogue
 
 
@@ -32,6 +36,10 @@ class TraceChoice:
     hours: float | None = None
     num_jobs: int | None = None
     seed: int = 0
+    day_hours: tuple[int, int] | None = None
+    """Only jobs submitted from the first of these hours to before the second, of any day, the days laid over one another."""
+    pace: float = 1.0
+    """How many times as fast the submissions follow one another: the same jobs in less time."""
 
     def read(self) -> Trace:
         """Read (or generate), cut, sample, compress. Raises :class:`icefrog.errors.UserError`.
@@ -43,11 +51,40 @@ class TraceChoice:
         trace = synth_trace(self.source, self.load, self.seed) if generated else read_trace(self.source, self.format)
         if self.start is not None or self.hours is not None:
             trace = window(trace, self.start, self.hours)
+        if self.day_hours is not None:
+            first, last = self.day_hours
+            trace = pool_days(trace, first, last - first)
         if self.num_jobs is not None:
             trace = sample(trace, self.num_jobs, self.seed, load=self.load)
         elif not generated and self.load != 1.0:
             trace = scale_load(trace, self.load)
-        return trace
+        return trace if self.pace == 1.0 else scale_load(trace, self.pace)
+
+
+@dataclass(frozen=True, slots=True)
+class FreezeLimit:
+    """A share of the jobs, chosen by the seed, that let at most ``max_fraction`` of their layers be frozen.
+
+    With a limit in force every job carries the label ``freezing``: ``restricted`` or ``free``.
+    """
+
+    share: float
+    max_fraction: float = 0.3
+
+    def apply(self, specs: Sequence[JobSpec], seed: int) -> tuple[JobSpec, ...]:
+        """The jobs, ``share`` of them (rounded to whole jobs) restricted. A job's luck depends on its name and the seed."""
+        luck = {
+            spec.job_id: np.random.default_rng([seed, zlib.crc32(spec.job_id.encode()), 4]).random() for spec in specs
+        }
+        chosen = set(sorted(luck, key=luck.__getitem__)[: round(self.share * len(specs))])
+        return tuple(self._limited(spec, spec.job_id in chosen) for spec in specs)
+
+    def _limited(self, spec: JobSpec, restricted: bool) -> JobSpec:
+        labels = {**spec.labels, "freezing": "restricted" if restricted else "free"}
+        if not restricted:
+            return spec.model_copy(update={"labels": labels})
+        freeze = spec.freeze.model_copy(update={"max_fraction": min(self.max_fraction, spec.freeze.max_fraction)})
+        return spec.model_copy(update={"labels": labels, "freeze": freeze})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +98,13 @@ class Workload:
     """For ``summary.json``: the source, the rows dropped by reason, the mix of models."""
 
 
-def prepare(choice: TraceChoice, cluster: ClusterSpec) -> Workload:
+def prepare(choice: TraceChoice, cluster: ClusterSpec, limit: FreezeLimit | None = None) -> Workload:
     """Read the trace and match its jobs to the catalogue. Raises :class:`icefrog.errors.UserError`."""
     trace = choice.read()
     catalogue = load_catalogue()
     per_node = max(cluster.gpus_per_node)
     jobs = to_specs(trace, catalogue, seed=choice.seed, max_gpus=cluster.num_gpus, gpus_per_node=per_node)
+    specs = jobs.specs if limit is None else limit.apply(jobs.specs, choice.seed)
     facts = {
         "source": trace.source,
         "start": None if trace.start is None else trace.start.isoformat(sep=" "),
@@ -78,9 +116,9 @@ def prepare(choice: TraceChoice, cluster: ClusterSpec) -> Workload:
         "workloads": task_mix(jobs.specs),
     }
     return Workload(
-        specs=jobs.specs,
-        profiles={spec.job_id: job_profile(spec, catalogue, per_node) for spec in jobs.specs},
-        curves={spec.job_id: job_curves(spec, catalogue) for spec in jobs.specs},
+        specs=specs,
+        profiles={spec.job_id: job_profile(spec, catalogue, per_node) for spec in specs},
+        curves={spec.job_id: job_curves(spec, catalogue) for spec in specs},
         trace=facts,
     )
 
@@ -110,9 +148,8 @@ def replay(
     rows = []
     scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, cluster, settings)
     for policy in policies:
-        result = simulate(scenario, policy, chosen.get(policy), settings, out_dir, progress)
-        runs[policy] = _fold(result, cluster)
-        rows.append(_row(runs[policy], result))
+        runs[policy], row = run_policy(scenario, policy, chosen.get(policy), settings, out_dir, progress)
+        rows.append(row)
         if out_dir is not None:
             write_jobs_csv(runs[policy], out_dir / policy / "jobs.csv")
     document = summary_document(workload.trace, cluster, rows)
@@ -122,12 +159,33 @@ def replay(
     return document
 
 
-def _fold(result: RunResult, cluster: ClusterSpec) -> RunRecord:
-    records = result.records if result.events_path is None else read_log(result.events_path)
-    return fold(records, cluster, live=False)
+def run_policy(
+    scenario: Scenario,
+    policy: str,
+    options: Mapping[str, Any] | None = None,
+    settings: SimSettings | None = None,
+    out_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[RunRecord, dict[str, Any]]:
+    """Simulate one policy; return the run and its entry in ``runs`` of ``summary.json``.
+
+    Arguments as in :func:`icefrog.simulate.simulate`. The log is folded while it is written: it is neither kept nor read.
+    """
+    settings = settings or SimSettings()
+    folder = Folder(scenario.cluster, live=False)
+    result = simulate(scenario, policy, options, settings, out_dir, progress, folder)
+    run = folder.run()
+    return run, _row(run, result, settings.restart_s)
 
 
-def _row(run: RunRecord, result: RunResult) -> dict[str, Any]:
+def _row(run: RunRecord, result: RunResult, restart_s: float) -> dict[str, Any]:
     decision_s = {"mean": result.decisions.mean_s, "max": result.decisions.max_s}
-    row = summarise(run, policy=result.policy, seed=result.seed, wall_s=result.wall_s, decision_s=decision_s)
+    row = summarise(
+        run,
+        policy=result.policy,
+        seed=result.seed,
+        wall_s=result.wall_s,
+        decision_s=decision_s,
+        restart_s=restart_s,
+    )
     return {**row, "stalled": result.stalled} if result.stalled else row

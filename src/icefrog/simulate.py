@@ -118,6 +118,7 @@ def simulate(
     settings: SimSettings | None = None,
     out_dir: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
+    watcher: LogWriter | None = None,
 ) -> RunResult:
     """Run a scenario under one policy.
 
@@ -130,6 +131,7 @@ def simulate(
         settings: seed, round, restart cost; those the scenario was made with.
         out_dir: where to write ``<policy>/events.jsonl``; None: the log is returned in ``records``.
         progress: called after every turn.
+        watcher: is given every record as it is logged (a :class:`icefrog.report.record.Folder`); nothing is kept then.
 
     Raises:
         UserError: unknown policy or option.
@@ -142,15 +144,18 @@ def simulate(
     watch = _Watch(policy, scenario.num_jobs, state, settings.check, progress)
     path = None if out_dir is None else out_dir / policy / "events.jsonl"
     started_s = RealClock().now_s()
-    if path is None:
+    records: tuple[ev.AnyRecord, ...] = ()
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with JsonlLog(path) as lines:
+            log = lines if watcher is None else _Tee(lines, watcher)
+            stalled = _drive(controller, scenario.world, log, settings, watch)
+    elif watcher is not None:
+        stalled = _drive(controller, scenario.world, watcher, settings, watch)
+    else:
         memory = MemoryLog()
         stalled = _drive(controller, scenario.world, memory, settings, watch)
         records = tuple(memory.records)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with JsonlLog(path) as lines:
-            stalled = _drive(controller, scenario.world, lines, settings, watch)
-        records = ()
     wall_s = RealClock().now_s() - started_s
     return RunResult(policy, settings.seed, path, records, state, watch.decisions(), wall_s, stalled)
 
@@ -162,6 +167,18 @@ def _drive(controller: Controller, world: SimWorld, log: LogWriter, settings: Si
     except StallError as stall:
         return str(stall)
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tee:
+    """One log, written to two places."""
+
+    first: LogWriter
+    second: LogWriter
+
+    def append(self, records: Sequence[ev.AnyRecord]) -> None:
+        self.first.append(records)
+        self.second.append(records)
 
 
 class _Watch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from icefrog.report import text
 
@@ -21,6 +21,9 @@ class Column:
     show: Callable[[float | None], str]
     better: Literal["min", "max"] | None = None
     note: str = ""
+
+
+Table: TypeAlias = tuple[Column, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,15 @@ def _milliseconds(seconds: float | None) -> str:
     return text.NONE if seconds is None else f"{text.number(1000 * seconds)} ms"
 
 
-COLUMNS: tuple[Column, ...] = (
+def _hours(value: float | None) -> str:
+    return text.NONE if value is None else f"{text.number(value)} h"
+
+
+COMPLETION: Table = (
     Column("completed", _key("completed"), text.number, "max"),
     Column("mean JCT", _key("avg_jct_s"), text.duration, "min", "job completion time: from submission to the end"),
     Column("median JCT", _key("p50_jct_s"), text.duration, "min"),
+    Column("p90 JCT", _key("p90_jct_s"), text.duration, "min"),
     Column("p99 JCT", _key("p99_jct_s"), text.duration, "min"),
     Column("mean queueing", _key("avg_queue_s"), text.duration, "min", "time without a GPU, restarts included"),
     Column("makespan", _key("makespan_s"), text.duration, "min", "from the first submission to the last finish"),
@@ -58,12 +66,28 @@ COLUMNS: tuple[Column, ...] = (
         "time a scheduling decision took, on the machine that ran this",
     ),
 )
+"""How soon jobs are done, and what the cluster did for it."""
+
+FAIRNESS: Table = (
+    Column("median queueing", _key("p50_queue_s"), text.duration, "min"),
+    Column("p90 queueing", _key("p90_queue_s"), text.duration, "min"),
+    Column("p99 queueing", _key("p99_queue_s"), text.duration, "min"),
+    Column("worst 5 %", _key("worst_queue_s"), text.duration, "min", "mean queueing of the 5 % that wait longest"),
+    Column("longest", _key("max_queue_s"), text.duration, "min", "the longest queueing of any job"),
+    Column("mean ρ", _key("mean_rho"), text.number, "min", "finish-time fairness: JCT / JCT on 1/N of the cluster"),
+    Column("p99 ρ", _key("p99_rho"), text.number, "min"),
+    Column("worst ρ", _key("max_rho"), text.number, "min"),
+    Column("ρ > 1", _key("unfair_fraction"), text.percent, "min", "jobs that sharing the cluster made slower"),
+    Column("Jain", _key("jain_index"), text.number, "max", "Jain's index of 1/ρ: 1 where all jobs are treated alike"),
+    Column("lost to restarts", _key("restart_gpu_hours"), _hours, "min", "GPU hours that restarts cost"),
+)
+"""Who waits, who is treated unfairly, and what moving jobs costs."""
 
 
-def columns(runs: Sequence[Run]) -> list[Column]:
+def columns(runs: Sequence[Run], table: Table = COMPLETION) -> list[Column]:
     """The columns that have a value in some run; with several runs the speed-up over the first follows the mean JCT."""
-    shown = [column for column in COLUMNS if any(column.value(run) is not None for run in runs)]
-    base = runs[0].get("avg_jct_s") if len(runs) > 1 else None
+    shown = [column for column in table if any(column.value(run) is not None for run in runs)]
+    base = runs[0].get("avg_jct_s") if len(runs) > 1 and table is COMPLETION else None
     if base is None:
         return shown
 
@@ -79,9 +103,9 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     return [*shown[:at], Column("speed-up", speed_up, show, "max", note), *shown[at:]]
 
 
-def rows(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
+def rows(runs: Sequence[Run], table: Table = COMPLETION) -> list[tuple[str, list[Cell]]]:
     """(policy, cells in the order of :func:`columns`). The best of a column is marked where the runs differ."""
-    shown = columns(runs)
+    shown = columns(runs, table)
     best = [_best(column, runs) for column in shown]
     return [
         (

@@ -42,8 +42,11 @@ def render(runs: Mapping[str, RunRecord], meta: Mapping[str, Any]) -> str:
     return template.render(
         title=_title(runs, meta),
         facts=_facts(runs, meta, rows),
-        columns=comparison.columns(rows) if rows else [],
-        rows=comparison.rows(rows) if rows else [],
+        tables=[
+            (comparison.columns(rows, table), comparison.rows(rows, table))
+            for table in (comparison.COMPLETION, comparison.FAIRNESS)
+            if any(column.value(row) is not None for column in table for row in rows)
+        ],
         caveats=comparison.caveats(rows),
         policies=list(runs),
         jobs=sum(len(run.jobs) for run in runs.values()),

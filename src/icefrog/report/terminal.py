@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -35,13 +36,24 @@ def render_table(run: RunRecord) -> Table:
     return table
 
 
-def render_comparison(summary: Mapping[str, Any]) -> Table:
-    """One row a policy of a ``summary.json`` document; the best of each column in bold."""
+def render_comparison(summary: Mapping[str, Any]) -> Group:
+    """Two tables with a row a policy of a ``summary.json`` document: completion; waiting, fairness and restarts.
+
+    The best of each column is bold.
+    """
     runs = summary["runs"]
-    table = Table(pad_edge=False, caption="\n".join(comparison.caveats(runs)) or None, caption_justify="left")
+    parts = [_comparison(runs, comparison.COMPLETION)]
+    if any(run.get("mean_rho") is not None for run in runs):
+        parts.append(_comparison(runs, comparison.FAIRNESS))
+    parts[-1].caption, parts[-1].caption_justify = "\n".join(comparison.caveats(runs)) or None, "left"
+    return Group(*parts)
+
+
+def _comparison(runs: Sequence[comparison.Run], which: comparison.Table) -> Table:
+    table = Table(pad_edge=False)
     table.add_column("policy")
-    for column in comparison.columns(runs):
+    for column in comparison.columns(runs, which):
         table.add_column(column.title, justify="right")
-    for policy, cells in comparison.rows(runs):
+    for policy, cells in comparison.rows(runs, which):
         table.add_row(Text(policy), *(Text(cell.text, style="bold" if cell.best else "") for cell in cells))
     return table
