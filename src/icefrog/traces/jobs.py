@@ -1,7 +1,8 @@
 """From logged jobs to jobs of the catalogue. Decisions: ``docs/notes/trace-to-jobs.md``.
 
-A logged job keeps its submission, its GPU request and its length. What it trains is drawn from the tasks of its GPU-time
-class; the same trace and seed always give the same jobs, and one job's draw does not depend on the others.
+A logged job keeps its submission, its GPU request and its length. What it trains is what the log says, where that is a
+task of the catalogue, else drawn from the tasks of its GPU-time class; the same trace and seed always give the same jobs,
+and one job's draw does not depend on the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from icefrog.errors import UserError
 from icefrog.spec import BatchRule, FreezeRule, JobSpec
+from icefrog.traces.rows import rewards_text
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
 from icefrog.workloads.catalogue import Catalogue, Workload
 from icefrog.workloads.classes import gpu_time_class
@@ -23,6 +25,14 @@ from icefrog.workloads.jobs import epochs_for
 MAX_FRACTION = 0.9
 MAX_ACCUM_STEPS = 4
 """A count below the request may need this many micro-steps to keep the batch."""
+
+APPLICATIONS = {
+    "bert": "bert-squad",
+    "cifar10": "resnet18-cifar10",
+    "imagenet": "resnet50-imagenet",
+    "yolov3": "yolov3-voc",
+}
+"""Tasks that the applications of Pollux and Sia workloads are (their deepspeech2 and ncf are not in the catalogue)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +86,9 @@ def _spec(
 ) -> JobSpec:
     rng = np.random.default_rng([seed, zlib.crc32(job.job_id.encode()), 3])
     workload = _pick(job, catalogue, rng)
-    batch = _batch(workload, job.num_gpus, rng)
+    batch = _batch(workload, job, rng)
     counts = gpu_counts(workload, job.num_gpus, batch, max_gpus)
-    labels = {"class": gpu_time_class(job.gpu_s), "user": job.user, "vc": job.vc}
+    labels = {"class": gpu_time_class(job.gpu_s), **job_labels(job)}
     return JobSpec(
         name=job.job_id,
         gpus=counts,
@@ -91,12 +101,23 @@ def _spec(
         submit_s=job.submit_s,
         num_gpus=job.num_gpus,
         duration_s=job.duration_s,
-        labels={key: value for key, value in labels.items() if value},
+        labels=labels,
     )
 
 
+def job_labels(job: TraceJob) -> dict[str, str]:
+    """What a log tells of a job beside its size and length; only what it does tell. Seconds count from submission."""
+    texts = {name: getattr(job, name) for name in ("user", "vc", "gpu_type", "state", "kind", "application")}
+    numbers = {name: getattr(job, name) for name in ("gpu_demand", "time_limit_s", "deadline_s")}
+    labels = {**texts, **{name: f"{value:.15g}" for name, value in numbers.items() if value is not None}}
+    return {name: value for name, value in {**labels, "rewards": rewards_text(job.rewards)}.items() if value}
+
+
 def _pick(job: TraceJob, catalogue: Catalogue, rng: np.random.Generator) -> Workload:
-    """A task of the job's class whose allocation unit divides the request; every class has one of unit 1."""
+    """The job's own task, or one of its class, whose allocation unit divides the request; every class has one of unit 1."""
+    own = APPLICATIONS.get(job.application, job.application)
+    if own in catalogue.tasks and job.num_gpus % catalogue.tasks[own].gpus.unit == 0:
+        return catalogue[own]
     options = [
         (name, weight)
         for name, weight in catalogue.of_class(gpu_time_class(job.gpu_s))
@@ -106,18 +127,22 @@ def _pick(job: TraceJob, catalogue: Catalogue, rng: np.random.Generator) -> Work
     return catalogue[options[int(rng.choice(len(options), p=weights / weights.sum()))][0]]
 
 
-def _batch(workload: Workload, request: int, rng: np.random.Generator) -> int:
+def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
     """A global batch that the request divides into local batches that the task allows.
 
-    Odd part of the request times powers of two, within the task's range; where the request is too large (or too small)
-    for the range, the nearest that fits it.
+    The job's own where that fits, else the nearest of: odd part of the request times powers of two. A job without one
+    draws among those within the task's range; where the request is too large (or too small) for the range, the nearest.
     """
-    task = workload.task
+    task, request, own = workload.task, job.num_gpus, job.batch_size
+    if own and own % request == 0 and task.local_batch.min <= own // request <= task.local_batch.max:
+        return own
     smallest, largest = request * task.local_batch.min, request * task.local_batch.max
     odd = request // (request & -request)
     first = math.ceil(math.log2(smallest / odd))
     last = math.floor(math.log2(largest / odd))
     fitting = [odd << k for k in range(first, last + 1) if (odd << k) % request == 0]
+    if own:
+        return min(fitting, key=lambda batch: abs(math.log(batch / own)))
     inside = [batch for batch in fitting if task.batch.min <= batch <= task.batch.max]
     if inside:
         return inside[int(rng.integers(len(inside)))]
