@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from icefrog.gpu_types import ANY_GPU
@@ -128,6 +129,25 @@ class JobView:
         return self.attained_gpu_s + (now_s - self.holding_since_s) * len(self.gpus) * (0.5 if self.shared else 1.0)
 
 
+class JobViews(tuple[JobView, ...]):
+    """The unfinished jobs in order of submission, and the parts of them that policies ask for, each made once."""
+
+    @cached_property
+    def by_id(self) -> Mapping[str, JobView]:
+        """Every job by its id."""
+        return {view.job_id: view for view in self}
+
+    @cached_property
+    def running(self) -> tuple[JobView, ...]:
+        """Those that have GPUs, in order of submission."""
+        return tuple([view for view in self if view.running])
+
+    @cached_property
+    def waiting(self) -> tuple[JobView, ...]:
+        """Those that have none, in order of submission."""
+        return tuple([view for view in self if not view.running])
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that one decision may depend on. ``jobs`` are the unfinished ones in order of submission."""
@@ -142,6 +162,16 @@ class Snapshot:
     )
     down: frozenset[int] = frozenset()  # nodes that are out of service
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.jobs, JobViews):
+            object.__setattr__(self, "jobs", JobViews(self.jobs))
+
+    @property
+    def views(self) -> JobViews:
+        """``jobs``, with ``running``, ``waiting`` and ``by_id``."""
+        assert isinstance(self.jobs, JobViews)
+        return self.jobs
+
     @property
     def node_gpus(self) -> tuple[int, ...]:
         """GPUs of every node that are in service; 0 for a node that is down."""
@@ -153,6 +183,14 @@ class Snapshot:
         """All GPUs in service."""
         return sum(self.node_gpus) if self.down else self.cluster.num_gpus
 
+    @property
+    def gpus_by_type(self) -> Mapping[str, int]:
+        """GPUs in service of every type of the cluster; the type with the most GPUs (in service or not) first."""
+        counts = {gpu_type: part.num_gpus for gpu_type, part in self.cluster.parts.items()}
+        for node in self.down:
+            counts[self.cluster.node_types[node]] -= self.cluster.gpus_per_node[node]
+        return counts
+
 
 Candidates: TypeAlias = Mapping[str, tuple[Candidate, ...]]
 """job id -> its options: one exclusive candidate a GPU count, and a Pareto set of shared ones."""
@@ -160,11 +198,12 @@ Candidates: TypeAlias = Mapping[str, tuple[Candidate, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A policy's decision. A job that is in no entry of ``choices`` waits."""
+    """A policy's decision. A job that is in no entry of ``choices`` waits (but see ``keeps``)."""
 
     choices: Mapping[str, Candidate]
     pairs: tuple[tuple[str, str], ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)  # one for every unfinished job, waiting ones included
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """In words, one for every unfinished job; ``waiting_reason`` and ``keeps`` spare most of them."""
     migrate: bool = True  # whether running jobs may be moved (restarted elsewhere) so that others find a place
     memory: Json = None
     gpus: Mapping[str, tuple[GpuId, ...]] | None = None
@@ -172,6 +211,14 @@ class Plan:
     stands_until_s: float = 0.0
     """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs or a node changes (progress
     reports do not count). The driver spares rounds in which nothing of that happened. ``inf``: for good."""
+    keeps: bool = False
+    """The plan names changes only: a running job that is neither in ``choices`` nor in ``preempted`` keeps what it has (and
+    its reason). Spares all concerned the work where thousands run; ``choices`` then names those that start or change, pairs
+    those of them that share."""
+    preempted: frozenset[str] = frozenset()
+    """With ``keeps``: running jobs that must leave their GPUs."""
+    waiting_reason: str = ""
+    """The reason of every job that waits and has none of its own. Best a constant: each change of it is told to each job."""
 
 
 Allocation: TypeAlias = Mapping[str, tuple[GpuId, ...]]
