@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from icefrog import events as ev
+from icefrog.gpu_types import ANY_GPU
 from icefrog.placement import num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
@@ -156,6 +158,9 @@ class Controller:
         self, snapshot: Snapshot, options: dict[str, tuple[Candidate, ...]]
     ) -> tuple[Plan, dict[str, tuple[GpuId, ...]]]:
         """Placement is part of feasibility: an option that finds no place is forbidden and the policy asked again."""
+        if not snapshot.num_gpus:
+            reasons = {job.job_id: "every node is out of service" for job in snapshot.jobs}
+            return Plan({}, reasons=reasons, memory=snapshot.memory), {}
         plan, placement = Plan(choices={}), None
         for _ in range(self.config.max_replans):
             plan = self.policy.decide(snapshot, options)
@@ -168,8 +173,9 @@ class Controller:
             # The placement packs large units first, so the last one unplaced is the smallest: the least is lost.
             job_id = placement.unplaced[-1]
             lost = plan.choices[job_id].config
+            forbidden = (lost.num_gpus, lost.shared, lost.gpu_type)
             options[job_id] = tuple(
-                c for c in options[job_id] if (c.config.num_gpus, c.config.shared) != (lost.num_gpus, lost.shared)
+                c for c in options[job_id] if (c.config.num_gpus, c.config.shared, c.config.gpu_type) != forbidden
             )
         assert placement is not None
         unplaced = set(placement.unplaced)
@@ -228,6 +234,7 @@ class Controller:
             freezing=freezing,
             elastic_batch=self.policy.pricing.batch == "elastic",
             shared=config.shared,
+            gpu_type=config.gpu_type,
         )
 
 
@@ -270,8 +277,25 @@ def verify(plan: Plan, snapshot: Snapshot, options: Candidates) -> None:
     used = sum(c.config.num_gpus for c in plan.choices.values() if not c.config.shared) + len(plan.pairs)
     if used > snapshot.num_gpus:
         raise PolicyError(f"the plan uses {used} GPUs of {snapshot.num_gpus}")
+    _verify_types(plan, snapshot)
     if plan.gpus is not None:
         _verify_map(plan, snapshot, plan.gpus)
+
+
+def _verify_types(plan: Plan, snapshot: Snapshot) -> None:
+    """A plan that names GPU types uses no more of each than there are; a pair is on one type."""
+    used: Counter[str] = Counter()
+    mates = {second: first for first, second in plan.pairs}
+    for job_id, choice in plan.choices.items():
+        if job_id not in mates:
+            used[choice.config.gpu_type] += choice.config.num_gpus
+        elif choice.config.gpu_type != plan.choices[mates[job_id]].config.gpu_type:
+            raise PolicyError(f"{job_id} and {mates[job_id]} share a GPU, yet name different types")
+    if set(used) - {ANY_GPU}:
+        there = snapshot.gpus_by_type
+        for gpu_type, count in used.items():
+            if gpu_type != ANY_GPU and count > there.get(gpu_type, 0):
+                raise PolicyError(f"the plan uses {count} GPUs of type {gpu_type}, there are {there.get(gpu_type, 0)}")
 
 
 def _verify_map(plan: Plan, snapshot: Snapshot, gpus_of: Mapping[str, tuple[GpuId, ...]]) -> None:
@@ -287,5 +311,7 @@ def _verify_map(plan: Plan, snapshot: Snapshot, gpus_of: Mapping[str, tuple[GpuI
         for gpu in gpus:
             if not (0 <= gpu.node < len(sizes) and 0 <= gpu.device < sizes[gpu.node]):
                 raise PolicyError(f"{job_id}: {gpu} is not in service")
+            if plan.choices[job_id].config.gpu_type not in (ANY_GPU, snapshot.cluster.node_types[gpu.node]):
+                raise PolicyError(f"{job_id}: {gpu} is not of the type chosen")
             if owners.setdefault(gpu, unit.get(job_id, job_id)) != unit.get(job_id, job_id):
                 raise PolicyError(f"{gpu} is named for {owners[gpu]} and {job_id}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
 from icefrog.spec import JobSpec
 from icefrog.types import GpuId
@@ -41,6 +42,7 @@ class Grant(BaseModel):
     )
     elastic_batch: bool = Field(default=False, description="the job may move its global batch by itself")
     shared: bool = False
+    gpu_type: str = Field(default=ANY_GPU, description="the type of the GPUs where the plan named one")
 
     @property
     def global_batch(self) -> int:
@@ -128,6 +130,9 @@ class JobCrashed(AttemptEvent):
 
     kind: Literal["job_crashed"] = "job_crashed"
     reason: str
+    cause: Literal["job", "node"] = Field(
+        default="job", description="'node': it was lost with its node, no fault of its own"
+    )
     exit_code: int | None = None
     effective_samples: float | None = Field(default=None, description="of the checkpoint it will resume from, if known")
 

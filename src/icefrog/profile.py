@@ -7,13 +7,15 @@ files (``schema``).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
+
+from icefrog.gpu_types import ANY_GPU, measured_as
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -90,6 +92,13 @@ class OccupancyParams(_Frozen):
     util_pct: tuple[float, float, float, float]
 
 
+class GpuCost(_Frozen):
+    """What differs on another GPU type; layers and memory are those of the profile."""
+
+    throughput: ThroughputParams
+    util_pct: tuple[float, float, float, float] = Field(description="as in OccupancyParams")
+
+
 class Profile(_Frozen):
     """Estimated cost of one job. Versioned: ``Profile.model_validate_json(path.read_text())``."""
 
@@ -101,7 +110,10 @@ class Profile(_Frozen):
     samples_per_epoch: int = Field(gt=0)
     min_local_batch: int = Field(default=1, ge=1)
     max_local_batch: int = Field(ge=1)
-    gpu_type: str = "any"
+    gpu_type: str = ANY_GPU
+    by_gpu_type: Mapping[str, GpuCost] = Field(
+        default_factory=dict, description="what it costs on other types than gpu_type, by measured type"
+    )
     provenance: str = Field(description="where each number comes from; 'modelled' where it was not measured")
 
     @property
@@ -118,6 +130,28 @@ class Profile(_Frozen):
     def omega(self) -> FloatArray:
         """omega_l for l = 0..L: parameter bytes of the unfrozen layers over all, shape (L + 1,)."""
         return _unfrozen_share(np.array([layer.param_bytes for layer in self.layers]))
+
+    def on(self, gpu_type: str) -> Profile:
+        """What the job costs on one GPU type (a name that users write, ``icefrog.gpu_types``).
+
+        The profile itself for its own type, for ``any``, and for a type of which nothing is known.
+        """
+        measured = measured_as(gpu_type)
+        cost = None if measured in (None, ANY_GPU, self.gpu_type) else self.by_gpu_type.get(measured or "")
+        if cost is None:
+            return self
+        known = self.memo.get(("on", measured))
+        if not isinstance(known, Profile):
+            occupancy = self.occupancy.model_copy(update={"util_pct": cost.util_pct})
+            update: dict[str, Any] = {"throughput": cost.throughput, "occupancy": occupancy}
+            update |= {"gpu_type": measured, "by_gpu_type": {}}
+            known = self.memo[("on", measured)] = self.model_copy(update=update)
+        return known
+
+    def knows(self, gpu_type: str) -> bool:
+        """Whether :meth:`on` has costs of that type."""
+        measured = measured_as(gpu_type)
+        return ANY_GPU in (gpu_type, self.gpu_type) or measured == self.gpu_type or measured in self.by_gpu_type
 
     @cached_property
     def memo(self) -> dict[Hashable, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -211,6 +211,13 @@ class ClusterSpec(_Frozen):
     model_config = ConfigDict(ignored_types=(cached_property,))
 
     nodes: tuple[NodeSpec, ...] = Field(min_length=1, max_length=1000)
+
+    def __copy__(self) -> Self:
+        """A copy without cached values: ``model_copy(update=...)`` would otherwise keep those of the old nodes."""
+        copied = super().__copy__()
+        for name in set(copied.__dict__) - set(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
 
     @cached_property
     def gpus_per_node(self) -> tuple[int, ...]:

@@ -286,7 +286,14 @@ class ClusterState:
             running=job.phase in GRANTED,
             config=None
             if grant is None
-            else Config(grant.num_gpus, grant.batch_per_gpu, grant.accum_steps, job.frozen_layers, grant.shared),
+            else Config(
+                grant.num_gpus,
+                grant.batch_per_gpu,
+                grant.accum_steps,
+                job.frozen_layers,
+                grant.shared,
+                grant.gpu_type,
+            ),
             effective_samples=job.effective_samples,
             remaining_samples=remaining,
             frozen_layers=job.frozen_layers,
@@ -399,7 +406,7 @@ def _update(job: JobState, record: ev.AnyRecord) -> None:
             _release(job, record.time_s)
             if isinstance(record, ev.JobCrashed):
                 job.num_crashes += 1
-                job.crash_streak += 1
+                job.crash_streak += record.cause == "job"
                 job.reason = f"attempt {record.attempt} died: {record.reason}"
         case ev.JobFinished():
             if record.effective_samples is not None:
