@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -28,12 +30,12 @@ _MAX_GROUPS = 1000  # of equal nodes
 
 def load_job(path: Path) -> JobSpec:
     """Read a job file. Raises :class:`UserError`; a replay's fields (``workload``, ``submit_s`` ...) are refused."""
-    return _load(path, JobSpec, forbidden=("workload", "submit_s", "num_gpus", "duration_s"), kind="job")
+    return read_yaml(path, JobSpec, _JOB).model
 
 
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a cluster file: ``nodes: [{count: 12, gpus: 4, gpu_type: a800-80gb, gpu_mem_bytes: 8.0e10}, ...]``."""
-    return _load(path, ClusterSpec, forbidden=(), kind="cluster")
+    return read_yaml(path, ClusterSpec, _CLUSTER).model
 
 
 def parse_cluster(text: str) -> ClusterSpec:
@@ -62,7 +64,36 @@ def _node_group(match: re.Match[str], text: str) -> NodeSpec:
 # -- YAML with lines ------------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path, model: type[M], *, forbidden: tuple[str, ...], kind: str) -> M:
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """What messages say about a kind of file."""
+
+    name: str
+    example: str
+    """For the hint where the file is no mapping at all."""
+    forms: Mapping[str, str]
+    """What is allowed under each key, in words."""
+    forbidden: tuple[str, ...] = ()
+    """Keys of the model that such a file must not set."""
+    needs: str = ""
+    """What the model as a whole needs, beyond its required keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class YamlFile(Generic[M]):
+    """A checked file, and where in it everything stands."""
+
+    path: Path
+    model: M
+    root: yaml.Node
+
+    def where(self, *loc: int | str) -> str:
+        """``file:line`` of a key, for messages about what only its meaning shows to be wrong."""
+        return f"{self.path}:{_line(self.root, loc)}"
+
+
+def read_yaml(path: Path, model: type[M], kind: FileKind) -> YamlFile[M]:
+    """Read a YAML file into a model. Raises :class:`UserError` with file, line and key."""
     text = _read_text(path, kind)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -77,51 +108,46 @@ def _load(path: Path, model: type[M], *, forbidden: tuple[str, ...], kind: str) 
     except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{path}:1: a value cannot be read: {error}", "check dates and numbers; quote texts") from error
     if root is None or not isinstance(data, dict):
-        raise UserError(f"{path}:1: a {kind} file is a mapping of keys to values", _example(kind))
+        raise UserError(f"{path}:1: a {kind.name} file is a mapping of keys to values", f"for example: {kind.example}")
     if duplicate := _duplicate_key(root):
         key, line = duplicate
         raise UserError(f"{path}:{line}: {key}: the key is given twice", "keep one of the two lines")
-    for key in forbidden:
+    for key in kind.forbidden:
         if key in data:
             raise UserError(
                 f"{path}:{_line(root, (key,))}: {key}: only a replayed trace sets this key",
-                f"allowed keys: {', '.join(sorted(set(_keys(model)) - set(forbidden)))}",
+                f"allowed keys: {', '.join(sorted(set(_keys(model)) - set(kind.forbidden)))}",
             )
     try:
-        return model.model_validate(data)
+        return YamlFile(path, model.model_validate(data), root)
     except ValidationError as error:
         # One wrong item can make its container look empty, too: the most specific complaint is the true one; and a
         # misspelt key explains a missing one.
         details = min(
             error.errors(), key=lambda e: (-len(e["loc"]), e["type"] != "extra_forbidden", _line(root, e["loc"]))
         )
-        raise _explain(path, root, model, details, forbidden) from error
+        raise _explain(path, root, model, details, kind) from error
 
 
-def _read_text(path: Path, kind: str) -> str:
+def _read_text(path: Path, kind: FileKind) -> str:
     try:
         if path.is_dir():
             raise UserError(
-                f"{path}: is a folder, not a {kind} file", f"give the path of a YAML file; {_example(kind)}"
+                f"{path}: is a folder, not a {kind.name} file",
+                f"give the path of a YAML file; for example: {kind.example}",
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UserError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes", f"is this a {kind} file?")
+            raise UserError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes", f"is this a {kind.name} file?")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file", f"give the path of a {kind} file") from error
+        raise UserError(f"{path}: no such file", f"give the path of a {kind.name} file") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not text (byte {error.start} is not UTF-8)", f"is this a {kind} file?") from error
+        raise UserError(
+            f"{path}: is not text (byte {error.start} is not UTF-8)", f"is this a {kind.name} file?"
+        ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read: {reason}", "check the path and its permissions") from error
-
-
-def _example(kind: str) -> str:
-    if kind == "job":
-        return (
-            "for example: name: a / command: [python, train.py] / gpus: [1, 2] / batch: {global: 64} / max_epochs: 10"
-        )
-    return "for example: nodes: [{count: 12, gpus: 4}]"
 
 
 def _duplicate_key(root: yaml.Node) -> tuple[str, int] | None:
@@ -166,26 +192,25 @@ def _line(node: yaml.Node, loc: tuple[int | str, ...]) -> int:
 # -- messages -------------------------------------------------------------------------------------------------------------
 
 
-def _explain(
-    path: Path, root: yaml.Node, model: type[BaseModel], error: ErrorDetails, forbidden: tuple[str, ...]
-) -> UserError:
+def _explain(path: Path, root: yaml.Node, model: type[BaseModel], error: ErrorDetails, kind: FileKind) -> UserError:
     loc = tuple(part for part in error["loc"])
     key = ".".join(str(part) for part in loc)
     where = f"{path}:{_line(root, loc)}"
     owner = _model_at(model, loc[:-1])
+    needs = kind.needs if owner is model else ""
     if error["type"] == "extra_forbidden":
-        allowed = sorted(set(_keys(owner)) - set(forbidden))
+        allowed = sorted(set(_keys(owner)) - set(kind.forbidden))
         close = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         return UserError(
             f"{where}: {key}: unknown key (given: {_short(error['input'])})", f"{meant}allowed: {', '.join(allowed)}"
         )
     if error["type"] == "missing":
-        return UserError(f"{where}: {key}: is missing", f"{key} is {_describe(owner, loc)}")
+        return UserError(f"{where}: {key}: is missing", f"{key} is {_describe(owner, loc, kind.forms, needs)}")
     message = error["msg"].removeprefix("Value error, ")
     return UserError(
         f"{where}: {key or 'file'}: {message[:1].lower() + message[1:]} (given: {_short(error['input'])})",
-        f"{key or 'the file'}: {_describe(owner, loc)}",
+        f"{key or 'the file'}: {_describe(owner, loc, kind.forms, needs)}",
     )
 
 
@@ -246,14 +271,20 @@ _FORMS = {
 }
 
 
-def _describe(owner: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+def _describe(owner: type[BaseModel], loc: tuple[int | str, ...], forms: Mapping[str, str], needs: str) -> str:
     """What is allowed under the key (its own form, or the nearest one around it)."""
     for part in reversed(loc):
-        if str(part) in _FORMS:
-            return _FORMS[str(part)]
+        if str(part) in forms:
+            return forms[str(part)]
     required = [f.alias or n for n, f in owner.model_fields.items() if f.is_required()]
-    return (
-        f"needs {', '.join(required)}, and exactly one of command, entry"
-        if owner is JobSpec
-        else f"needs {', '.join(required)}"
-    )
+    return f"needs {', '.join(required)}{needs}"
+
+
+_JOB = FileKind(
+    name="job",
+    example="name: a / command: [python, train.py] / gpus: [1, 2] / batch: {global: 64} / max_epochs: 10",
+    forms=_FORMS,
+    forbidden=("workload", "submit_s", "num_gpus", "duration_s"),
+    needs=", and exactly one of command, entry",
+)
+_CLUSTER = FileKind(name="cluster", example="nodes: [{count: 12, gpus: 4}]", forms=_FORMS)
