@@ -20,6 +20,7 @@ from icefrog.runtime.agent import Agent
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.sampler import ElasticSampler
@@ -225,6 +226,17 @@ class LayerElastic:
         """Keep an LR scheduler, an EMA, ... in the checkpoint. Call before :meth:`epochs`."""
         self._registered[name] = stateful
 
+    def cache_prefix(self, where: Literal["memory", "disk"] = "memory", *, budget_bytes: float = 2e9) -> PrefixCache:
+        """Compute the frozen prefix's output once a sample; call before :meth:`epochs`, where no sample is augmented.
+
+        Returns:
+            The cache: ``hits``, ``misses``, ``off_reason``.
+        """
+        folder = self._world.from_rank0(str(cache_folder(where, self._store.folder if self._store else None)))
+        self._engine.cache_prefix(Path(folder), budget_bytes)
+        assert self._engine.cache is not None
+        return self._engine.cache
+
     def freeze(self, frozen_layers: int) -> None:
         """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
 
@@ -282,6 +294,7 @@ class LayerElastic:
             Stopped: the executor asked the job to stop (a checkpoint was saved).
         """
         self._warn_of(self._engine.put_right())
+        self._engine.renew_cache()
         check_in_step(self._engine.inner, self.layers, self._world)
         at = self._at
         self._note_samples()
@@ -497,5 +510,7 @@ class LayerElastic:
 
     def close(self) -> None:
         """Give the optimizer its own ``step`` back, and leave the process group if it was started here."""
+        if self._engine.cache is not None:
+            self._engine.cache.close()
         self._gate.close()
         self._world.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
+from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
@@ -71,6 +73,7 @@ class Engine:
         self.outer: ElasticModule | None = ElasticModule(model) if world.size > 1 else None
         self.wrapper: Wrapper | None = None
         self.sampler: ElasticSampler | None = None
+        self.cache: PrefixCache | None = None
         self.psi = 1.0
         self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
         self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
@@ -193,6 +196,17 @@ class Engine:
             self._wrap()
         self.refresh_psi()
         return True
+
+    def cache_prefix(self, folder: Path, budget_bytes: float) -> None:
+        """Keep the frozen prefix's outputs from now on."""
+        if self.cache is not None:
+            self.cache.close()
+        self.cache = PrefixCache(self.inner, lambda: self.freezer, folder, budget_bytes)
+
+    def renew_cache(self) -> None:
+        """The prefix's values may have changed."""
+        if self.cache is not None:
+            self.cache.renew()
 
     def put_right(self) -> list[str]:
         """Collective. Undo what other code did to requires_grad; names of what was wrong on any rank."""
@@ -378,7 +392,10 @@ class Engine:
         self._passed, self._counted = 0, True  # an optimizer may have run its closure again (LBFGS)
         times = self.timer.step_exit()
         full = self._step_samples == self.batch_per_gpu * self.options.accum_steps
-        if times is not None and full and not self.shared:
+        cached = self.cache is not None and self.cache.used  # a step like that says nothing of what the prefix costs
+        if self.cache is not None:
+            self.cache.used = False
+        if times is not None and full and not self.shared and not cached:
             self.profiler.observe(self.point(), times)
         return result, total, agreed
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from icefrog.errors import UserError
+from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 
 
@@ -221,6 +222,21 @@ class Freezer:
             self._index()
             self._hook()
         return names
+
+    def prefix_roots(self) -> list[nn.Module]:
+        """The modules that only the prefix uses, in the layers' order; each is the root of a subtree."""
+        roots = dict.fromkeys(root for layer in self.layers[: self.frozen_layers] for root in layer.modules)
+        return [root for root in roots if self._last_user[root] < self.frozen_layers]
+
+    def prefix_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers of :meth:`prefix_roots`."""
+        return [tensor for root in self.prefix_roots() for tensor in (*root.parameters(), *root.buffers())]
+
+    def prefix_digest(self) -> str:
+        """Of the prefix as a function: its depth, names, and the bits of its parameters and buffers."""
+        names = [layer.name for layer in self.layers[: self.frozen_layers]]
+        sums = [int(checksum(tensor)) for tensor in self.prefix_tensors() if tensor.numel()]
+        return f"{names}{sums}"
 
     def prefix_buffers(self) -> list[str]:
         """Names of the buffers of frozen layers: they do not move, so ranks need not exchange them."""

@@ -74,6 +74,7 @@ def unpack(
     engine.tracker.load_state_dict(state["tracker"])
     engine.profiler.load_state_dict(state["profiler"])
     engine.psi = state["psi"]
+    engine.renew_cache()
     decider.load_state_dict(state["decider"])
     checkpoint.set_rng_state(state["rng"], engine.world.rank)
     known = {field.name for field in fields(Counters)}

@@ -55,10 +55,13 @@ class Preconditioner:
         self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
         self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
 
-    def scale(self, param: nn.Parameter) -> Scale | None:
-        """sqrt(v) + eps, and the largest ratio |g| / (sqrt(v) + eps) that the optimizer itself can produce at this step.
+    def scale(self, param: nn.Parameter) -> torch.Tensor | None:
+        """sqrt(v) + eps by element, what gradients are divided by; None before the optimizer has state for the parameter.
 
-        None before the optimizer has state for the parameter.
+        An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
+        hundreds of steps. It is not measured (infinity) until v includes it. Where v is tiny beside the parameter's
+        largest, a floor stops the same. The scale is common to all replicas' gradients and their mean, as the estimate
+        of a variance needs: cutting each ratio off is not linear, and gave the rare rows of embeddings a variance < 0.
         """
         state = self.optimizer.state.get(param)
         key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
@@ -71,24 +74,10 @@ class Preconditioner:
         if "betas" in group and "step" in state:
             correction = 1.0 - float(decay) ** float(state["step"])
             moment = moment / correction
+        # The largest |g| / sqrt(v) that the optimizer itself can produce at this step, its v including g.
         bound = math.sqrt(correction / (1.0 - decay)) if decay < 1.0 else math.inf
-        return Scale(moment.sqrt().add_(group.get("eps", 1e-8)), bound)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How one parameter's gradient is measured."""
-
-    denominator: torch.Tensor
-    bound: float
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        """g / (sqrt(v) + eps), clamped.
-
-        An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
-        hundreds of steps. The optimizer's own v would include that gradient, which bounds the ratio; so do we.
-        """
-        return (grad / self.denominator).clamp_(-self.bound, self.bound)
+        scale = torch.maximum(moment.sqrt().add_(group.get("eps", 1e-8)), moment.max().sqrt() / bound)
+        return scale.masked_fill_(moment == 0, math.inf)
 
 
 class Statistics:
@@ -305,7 +294,7 @@ class Statistics:
         samples = np.full(self.replicas, total / self.replicas)
         return StepStatistics(*replica_estimate(rows, mean, samples))
 
-    def _scales(self, params: Sequence[torch.Tensor]) -> list[Scale] | None:
+    def _scales(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """One per parameter; empty: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
         if not self.preconditioner.active:
             return []
@@ -317,17 +306,17 @@ class Statistics:
             scales.append(scale)
         return scales
 
-    def _scaled(self, grads: Sequence[torch.Tensor], scales: Sequence[Scale]) -> list[torch.Tensor]:
+    def _scaled(self, grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Un-scaled (AMP) and, where the optimizer does so, preconditioned."""
         unscale = 1.0 / self.loss_scale()
         plain = list(grads) if unscale == 1.0 else [grad * unscale for grad in grads]
-        return [scale(grad) for scale, grad in zip(scales, plain, strict=True)] if scales else plain
+        return [grad / scale for scale, grad in zip(scales, plain, strict=True)] if scales else plain
 
     def _sqr_norms(
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        scales: Sequence[Scale],
+        scales: Sequence[torch.Tensor],
         factor: float = 1.0,
     ) -> torch.Tensor:
         """|factor * g|^2 by layer, shape (L,)."""

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from icefrog.runtime.checksum import checksum
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
-
-_CHUNK_WORDS = 1 << 22
 
 
 class DivergenceError(RuntimeError):
@@ -205,24 +204,12 @@ def checksums(layers: Sequence[Layer]) -> torch.Tensor:
     return torch.stack(
         [
             sum(
-                ((index + 1) * _checksum(param) for index, param in enumerate(layer.params.values())),
+                ((index + 1) * checksum(param) for index, param in enumerate(layer.params.values())),
                 start=torch.zeros((), dtype=torch.int64),
             )
             for layer in layers
         ]
     )
-
-
-def _checksum(param: torch.Tensor) -> torch.Tensor:
-    """Sum of (position x 32-bit word), in chunks so that the 64-bit copies stay small; a CPU scalar."""
-    raw = param.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = torch.nn.functional.pad(raw, (0, -raw.numel() % 4)).view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK_WORDS):
-        chunk = words[start : start + _CHUNK_WORDS].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=words.device)
-        total += (chunk * place).sum()
-    return total.cpu()
 
 
 def check_in_step(model: nn.Module, layers: Sequence[Layer], world: World) -> None:

@@ -1,0 +1,302 @@
+"""The frozen prefix's outputs, computed once (an extension of the paper; section 5, *frozen-prefix cache*).
+
+A frozen prefix is a fixed function, so its output for a sample that was seen before need not be computed again. The cache is
+*content-addressed*: its key is a 128-bit hash of everything that the model is called with, row by row. So it needs to know
+nothing of samplers, shuffling or resizes, a sample that is augmented anew each epoch simply never hits, and a batch is only
+taken from the cache if all of its rows are there.
+
+On a hit the modules of the prefix do not run: they hand on zeros of the right shape, and the one that finishes last hands
+on the cached rows. That is right only if everything that the rest of the network reads of the prefix comes through that
+last output; so before the first use at a boundary one batch is run both ways, and unless the results are equal the cache
+stays off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from icefrog.runtime.freezing import Freezer
+from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, template, tensors_of, unpack, zeros
+from icefrog.runtime.rowstore import Key, RowStore
+
+_TRIAL_ROWS = 4096
+"""Rows looked up without one hit, after a whole store of them was written, before the cache gives up."""
+
+
+def cache_folder(where: str, job_folder: Path | None) -> Path:
+    """Where the rows go: in memory (shared between processes), or on the disk that holds the job's checkpoints.
+
+    A job's folder decides the name, so that a restarted job finds what it wrote before.
+
+    """
+    shared = Path("/dev/shm")
+    temporary = shared if where == "memory" and shared.is_dir() else Path(tempfile.gettempdir())
+    if job_folder is None:
+        return temporary / f"icefrog-prefix-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    if where == "disk":
+        return job_folder / "prefix-cache"
+    name = hashlib.sha256(str(job_folder.resolve()).encode()).hexdigest()[:16]
+    return temporary / f"icefrog-prefix-{name}"
+
+
+class PrefixCache:
+    """Caches the output of the frozen prefix of one model in one process.
+
+    Args:
+        model: unwrapped.
+        freezer: whose boundary holds now.
+        folder: for the rows; several ranks of one machine may share it.
+        budget_bytes: most bytes that this process writes.
+    """
+
+    def __init__(self, model: nn.Module, freezer: Callable[[], Freezer], folder: Path, budget_bytes: float) -> None:
+        self.model = model
+        self._freezer = freezer
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self.off_reason = "nothing is frozen"
+        """Why it is not in use; empty while it is."""
+        self.hits = 0
+        """Training forwards taken from the cache since the boundary moved."""
+        self.misses = 0
+        self.hit = False
+        """Whether the forward pass in progress, or the last one, was taken from the cache."""
+        self.used = False
+        """Whether a forward pass was taken from the cache since this was last set to False."""
+        self._store: RowStore | None = None
+        self._kind = ""
+        self._depth = 0
+        self._versions = -1
+        self._stale = True
+        self._roots: list[nn.Module] = []
+        self._last: nn.Module | None = None
+        self._calls: list[nn.Module] = []
+        self._shapes: dict[nn.Module, Any] = {}  # output template of each root: as left by the last real forward
+        self._structure: Any = None
+        self._verified = False
+        self._inside = False  # a verification is running
+        self._keys: list[Key] = []
+        self._batch = 0
+        self._rows: Any = None  # what the last root hands on
+        self._own_forward: dict[nn.Module, Callable[..., Any]] = {}
+        self._looked_up = 0
+        self._refresh_at = 1
+        self._captured: Any = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        self._root_handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, _memo: Any) -> PrefixCache:
+        """A copied model carries the hooks; they do nothing for it."""
+        return self
+
+    # -- the boundary ------------------------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        """The boundary may have moved, or the prefix's values may have changed: look before the next training forward."""
+        self._stale = True
+
+    def _settle(self) -> None:
+        """Make the store that of the present prefix; whatever is still right stays."""
+        freezer = self._freezer()
+        versions = sum(tensor._version for tensor in freezer.prefix_tensors())
+        if not self._stale and freezer.frozen_layers == self._depth and versions == self._versions:
+            return
+        kind = freezer.prefix_digest()
+        self._stale, self._versions = False, versions
+        if freezer.frozen_layers == self._depth and kind == self._kind:
+            return
+        self._drop_store()
+        self._depth, self._kind, self._roots = freezer.frozen_layers, kind, freezer.prefix_roots()
+        self._last, self._verified, self._structure = None, False, None
+        self._shapes, self.hits, self.misses, self._looked_up, self._refresh_at = {}, 0, 0, 0, 1
+        self.off_reason = "" if self._roots else "nothing is frozen"
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles = [root.register_forward_hook(self._root_done) for root in self._roots]
+
+    def close(self) -> None:
+        """Remove hooks and rows."""
+        self._restore()
+        self._drop_store()
+        for handle in [*self._handles, *self._root_handles]:
+            handle.remove()
+
+    def _drop_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _give_up(self, reason: str) -> None:
+        self._restore()
+        self._drop_store()
+        self.off_reason = reason
+
+    # -- one forward pass --------------------------------------------------------------------------------------------------
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model is not self.model or self._inside:
+            return
+        self._restore()
+        self.hit, self._keys = False, []
+        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._settle()
+        if self.off_reason:
+            return
+        self._calls, self._captured = [], None
+        try:
+            self._batch, self._keys = row_keys((args, kwargs))
+        except UnsupportedError as problem:
+            self._give_up(str(problem))
+            return
+        rows = self._look_up()
+        if rows is None:
+            self.misses += 1
+            return
+        if not self._verified and not self._verify(args, kwargs, rows):
+            self._give_up("the rest of the network reads more of the prefix than its last output")
+            return
+        self.hits += 1
+        self.hit = self.used = True
+        self._install(rows)
+
+    def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if model is not self.model or self._inside:
+            return
+        self._restore()
+        if not self.hit and self._keys and not self.off_reason:
+            self._keep()
+        self._keys = []
+
+    def _root_done(self, root: nn.Module, _args: Any, output: Any) -> None:
+        if self._inside or self.hit or not self._keys or root not in self._roots:
+            return
+        self._calls.append(root)
+        self._captured = output
+        try:
+            self._shapes[root] = template(output, self._batch)
+        except UnsupportedError as problem:
+            self._give_up(f"{type(root).__name__}: {problem}")
+
+    def _look_up(self) -> Any:
+        if self._store is None or self._last is None:
+            return None
+        self._looked_up += self._batch
+        found = self._store.read(self._keys)
+        if found is None and self.misses >= self._refresh_at:
+            self._refresh_at = self.misses + 8
+            if self._store.refresh():
+                found = self._store.read(self._keys)
+        if found is None:
+            hopeless = self.hits == 0 and self._store.full and self._looked_up > 2 * len(self._store) + _TRIAL_ROWS
+            if hopeless:
+                self._give_up("no batch was ever seen twice: samples are changed at random, or do not fit the budget")
+            return None
+        return unpack(self._structure, torch.from_numpy(found), next(self.model.parameters()).device)
+
+    def _keep(self) -> None:
+        """After a real forward: write the rows that are new."""
+        ran = [root for root in self._calls if root in self._shapes]
+        if len(ran) != len(set(ran)):
+            self._give_up("a module of the prefix runs several times in one forward pass")
+            return
+        if not ran:
+            return
+        last, structure = ran[-1], self._shapes[ran[-1]]
+        parts = list(leaves(structure))
+        if not parts:
+            self._give_up(f"{type(last).__name__} hands on no tensor")
+            return
+        if self._last is None:
+            self._last, self._structure = last, structure
+        elif last is not self._last or structure != self._structure:
+            return  # of another shape: batches of a dozen lengths are not worth a dozen stores
+        if self._store is None:
+            row_bytes = sum(leaf.row_bytes for leaf in parts)
+            self._store = RowStore(self.folder, f"{self._kind}/{structure}", row_bytes, self.budget_bytes)
+            if self._store.capacity == 0:
+                self._give_up(f"one row of {row_bytes} bytes exceeds the budget")
+                return
+            self._store.refresh()
+        try:
+            self._store.write(self._keys, pack(self._captured, self._batch).numpy())
+        except OSError as error:
+            self._give_up(f"cannot write to {self.folder}: {error.strerror}")
+
+    # -- taking the prefix's place -----------------------------------------------------------------------------------------
+
+    def _install(self, rows: Any) -> None:
+        for root in self._roots:
+            if root not in self._shapes:
+                continue  # it did not run
+            self._own_forward[root] = root.__dict__.get("forward", _MISSING)
+            root.forward = _hands_on(
+                rows
+                if root is self._last
+                else zeros(self._shapes[root], self._batch, next(self.model.parameters()).device)
+            )
+
+    def _restore(self) -> None:
+        for root, own in self._own_forward.items():
+            if own is _MISSING:
+                root.__dict__.pop("forward", None)
+            else:
+                root.forward = own
+        self._own_forward = {}
+
+    def _verify(self, args: Any, kwargs: Any, rows: Any) -> bool:
+        """Run one batch both ways, leaving generators and buffers as they were."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        self._inside = True
+        try:
+            outputs = []
+            for cached in (False, True):
+                if cached:
+                    self._install(rows)
+                with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+                    outputs.append(list(tensors_of(self.model(*args, **kwargs))))
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        except Exception:  # whatever the network does with zeros
+            return False
+        finally:
+            self._restore()
+            self._inside = False
+            for buffer, value in buffers:
+                with torch.no_grad():
+                    buffer.copy_(value)
+        real, short = outputs
+        self._verified = len(real) == len(short) and all(_equal(a, b) for a, b in zip(real, short, strict=True))
+        return self._verified
+
+
+_MISSING: Any = object()
+
+
+def _hands_on(value: Any) -> Callable[..., Any]:
+    def forward(*_args: Any, **_kwargs: Any) -> Any:
+        return value
+
+    return forward
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if a.device.type == "cpu" or not a.is_floating_point():
+        return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
+    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True))  # some GPU kernels add in another order
