@@ -69,6 +69,9 @@ class Estimate:
     mem_bytes: float  # peak, per GPU
     util_pct: float
     tta_s: float  # T_acc: age + remaining / E
+    remaining_s: float | None = None
+    """T_acc without the age, where the source says it: the difference of the two would differ by a rounding error between
+    jobs that are alike. ``policies.base.remaining_s`` gives the one or the other."""
 
 
 @dataclass(frozen=True, slots=True)
