@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from icefrog.gpu_types import ANY_GPU
+from icefrog.spec import ClusterSpec
 from icefrog.types import GpuId, Plan, Snapshot
 
 
@@ -29,6 +32,13 @@ class FreeGpus:
         for size in self.sizes:
             self._nodes_with[size] += 1
         self._spanned: set[int] = set()  # nodes that hold a part of a job that spans nodes
+
+    def copy(self) -> FreeGpus:
+        """Books of one's own, for what would happen if."""
+        twin = copy.copy(self)
+        twin._free, twin._count = self._free.copy(), self._count.copy()
+        twin._nodes_with, twin._spanned = self._nodes_with.copy(), self._spanned.copy()
+        return twin
 
     def free_in(self, node: int) -> int:
         """Free GPUs of one node."""
@@ -115,6 +125,59 @@ class FreeGpus:
         return tuple(GpuId(node, device) for device in devices[:num_gpus])
 
 
+class TypedGpus:
+    """The free GPUs of a cluster by type: a job lies on GPUs of one type. Methods as those of :class:`FreeGpus`.
+
+    A job that may have any type goes to that of its home, else to the type with the most GPUs that has a place for it.
+    """
+
+    def __init__(self, cluster: ClusterSpec, node_gpus: Sequence[int]) -> None:
+        self._types = types = cluster.node_types
+        one = len(cluster.parts) == 1
+        self._pools = {
+            t: FreeGpus(node_gpus if one else [n if of == t else 0 for n, of in zip(node_gpus, types, strict=True)])
+            for t in cluster.parts
+        }
+
+    def largest(self, gpu_type: str = ANY_GPU) -> int:
+        """GPUs of the largest node, of a type or of all: a job that needs no more never spans nodes."""
+        pool = self._pools.get(gpu_type)
+        return pool.largest if pool is not None else max(pool.largest for pool in self._pools.values())
+
+    def are_free(self, gpus: Sequence[GpuId], gpu_type: str = ANY_GPU) -> bool:
+        """Whether all of them are of one type (of this one), in service and free."""
+        pool = self._pool_of(gpus)
+        return pool is not None and gpu_type in (ANY_GPU, self._types[gpus[0].node]) and pool.are_free(gpus)
+
+    def hold(self, gpus: Sequence[GpuId]) -> None:
+        """Somebody takes them. Raises ``ValueError`` if one is not free, or another type than the rest."""
+        pool = self._pool_of(gpus)
+        if pool is None:
+            raise ValueError(f"not of one type: {gpus}")
+        pool.hold(gpus)
+
+    def find(self, num_gpus: int, home: Sequence[GpuId] = (), gpu_type: str = ANY_GPU) -> tuple[GpuId, ...] | None:
+        """A place for a job, or None; nothing is held yet."""
+        if gpu_type != ANY_GPU:
+            return self._pools[gpu_type].find(num_gpus, home) if gpu_type in self._pools else None
+        at_home = self._pool_of(home)
+        spans = num_gpus > self.largest()
+        for pool in sorted(self._pools.values(), key=lambda pool: pool is not at_home):
+            if spans or num_gpus <= pool.largest:
+                found = pool.find(num_gpus, home)
+                if found is not None:
+                    return found
+        return None
+
+    def _pool_of(self, gpus: Sequence[GpuId]) -> FreeGpus | None:
+        if not gpus or not all(0 <= gpu.node < len(self._types) for gpu in gpus):
+            return None
+        if len(self._pools) == 1:
+            return next(iter(self._pools.values()))
+        types = {self._types[gpu.node] for gpu in gpus}
+        return self._pools[types.pop()] if len(types) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where every planned job goes, and which jobs found no place although the counts add up."""
@@ -130,20 +193,22 @@ class _Unit:
     job_ids: tuple[str, ...]
     num_gpus: int
     current: tuple[GpuId, ...]  # where it (or one of a pair) runs now
+    gpu_type: str
 
 
 def place(snapshot: Snapshot, plan: Plan) -> Placement:
     """Map a plan's counts to GPUs.
 
     A job that fits in one node never spans two; multi-node jobs take whole nodes first and never share a node with each
-    other; a running job whose count did not change stays. If that leaves a job without a place and the plan allows it,
-    everything is packed anew (a job that moves restarts); what still finds no place is returned in ``unplaced``.
+    other; no job spans GPU types, and one whose configuration names a type gets it; a running job whose count did not
+    change stays. If that leaves a job without a place and the plan allows it, everything is packed anew (a job that moves
+    restarts); what still finds no place is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
-    kept = _pack(snapshot.node_gpus, units, keep=True)
+    kept = _pack(TypedGpus(snapshot.cluster, snapshot.node_gpus), units, keep=True)
     if not kept.unplaced or not plan.migrate:
         return kept
-    repacked = _pack(snapshot.node_gpus, units, keep=False)
+    repacked = _pack(TypedGpus(snapshot.cluster, snapshot.node_gpus), units, keep=False)
     return repacked if len(repacked.unplaced) < len(kept.unplaced) else kept
 
 
@@ -156,16 +221,17 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
         members = (job_id,) if mate is None else tuple(sorted((job_id, mate)))
         if mate is not None and job_id != members[0]:
             continue
-        count = plan.choices[job_id].config.num_gpus
+        config = plan.choices[job_id].config
+        count = config.num_gpus
         # A pair stays on a GPU that one of its members already has; the other one joins it there.
         homes = [views[member].gpus for member in members if views[member].gpus]
         homes.sort(key=lambda gpus: len(gpus) != count)
-        units.append(_Unit(members, count, homes[0] if homes else ()))
+        units.append(_Unit(members, count, homes[0] if homes else (), config.gpu_type))
     return units
 
 
-def _pack(sizes: Sequence[int], units: Sequence[_Unit], *, keep: bool) -> Placement:
-    free = FreeGpus(sizes)
+def _pack(free: TypedGpus, units: Sequence[_Unit], *, keep: bool) -> Placement:
+    """``free``: with nothing held; the packing holds what it gives."""
     allocation: dict[str, tuple[GpuId, ...]] = {}
     unplaced: list[str] = []
     spanned: set[int] = set()  # by jobs that stay
@@ -177,19 +243,20 @@ def _pack(sizes: Sequence[int], units: Sequence[_Unit], *, keep: bool) -> Placem
 
     def stays(unit: _Unit) -> bool:
         # Two pairs may name the same home when partners change: the first keeps it.
-        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current):
+        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current, unit.gpu_type):
             return False
         used = {gpu.node for gpu in unit.current}
         if len(used) > 1:
-            if unit.num_gpus <= free.largest or used & spanned:
+            if unit.num_gpus <= free.largest(unit.gpu_type) or used & spanned:
                 return False
             spanned.update(used)
         settle(unit, unit.current)
         return True
 
     moving = [unit for unit in units if not (keep and stays(unit))]
-    for unit in sorted(moving, key=lambda unit: -unit.num_gpus):  # stable: equal counts in order of submission
-        gpus = free.find(unit.num_gpus, unit.current)
+    # Those that are bound to a type first; the sort is stable: equal counts in order of submission.
+    for unit in sorted(moving, key=lambda unit: (unit.gpu_type == ANY_GPU, -unit.num_gpus)):
+        gpus = free.find(unit.num_gpus, unit.current, unit.gpu_type)
         if gpus is None:
             unplaced += unit.job_ids
         else:

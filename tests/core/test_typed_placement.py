@@ -1,0 +1,114 @@
+"""Placement on clusters of several GPU types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from icefrog.controller import verify
+from icefrog.placement import TypedGpus, num_nodes, place
+from icefrog.specfile import parse_cluster
+from icefrog.testing import builders as b
+from icefrog.types import Candidate, GpuId, JobView, Plan, Snapshot
+
+MIXED = parse_cluster("2x4:rtx+3x4:a100+1x8:t4")  # nodes 0-1, 2-4, 5
+
+
+def view(name: str, gpus: tuple[GpuId, ...] = ()) -> JobView:
+    spec = b.job_spec(name, gpus=tuple(range(1, 17)), batch={"global": 720720})
+    return JobView(
+        spec=spec, profile=None, submit_s=0.0, gpus=gpus, shared=False, running=bool(gpus), config=None,
+        effective_samples=0.0, remaining_samples=None, frozen_layers=0, stats=None, attained_gpu_s=0.0, holding_since_s=None,
+        waiting_since_s=None, restart_s=60.0, num_restarts=0,
+    )  # fmt: skip
+
+
+def option(num_gpus: int, gpu_type: str) -> Candidate:
+    plain = b.candidate(num_gpus, 1.0)
+    return Candidate(replace(plain.config, gpu_type=gpu_type), plain.estimate)
+
+
+def placed(jobs: list[JobView], wanted: dict[str, tuple[int, str]], down: frozenset[int] = frozenset()):
+    plan = Plan({name: option(*want) for name, want in wanted.items()})
+    return place(Snapshot(0.0, MIXED, tuple(jobs), down=down), plan)
+
+
+def types_of(gpus: tuple[GpuId, ...]) -> set[str]:
+    return {MIXED.node_types[gpu.node] for gpu in gpus}
+
+
+def test_a_type_that_is_named_is_given():
+    result = placed([view("a"), view("b"), view("c")], {"a": (2, "rtx"), "b": (8, "a100"), "c": (8, "t4")})
+    assert {name: types_of(gpus) for name, gpus in result.allocation.items()} == {
+        "a": {"rtx"},
+        "b": {"a100"},
+        "c": {"t4"},
+    }
+    assert num_nodes(result.allocation["c"]) == 1
+
+
+def test_a_job_for_any_type_never_spans_two():
+    result = placed([view("a"), view("b")], {"a": (12, "any"), "b": (8, "any")})
+    assert types_of(result.allocation["a"]) == {"a100"}
+    assert types_of(result.allocation["b"]) == {"t4"}  # it fits in one node there
+    assert placed([view("a")], {"a": (16, "any")}).unplaced == ("a",)  # 28 GPUs, but not of one type
+
+
+def test_jobs_bound_to_a_type_are_placed_before_those_that_are_not():
+    result = placed([view("a"), view("b")], {"a": (12, "any"), "b": (4, "a100")})
+    assert result.allocation["b"][0].node == 2
+    assert result.unplaced == ("a",)
+    result = placed([view("a"), view("b")], {"a": (8, "any"), "b": (12, "a100")})
+    assert not result.unplaced
+
+
+def test_a_job_moves_when_another_type_is_named_and_stays_otherwise():
+    home = b.gpus(2, node=0)
+    assert placed([view("a", home)], {"a": (2, "any")}).allocation["a"] == home
+    assert placed([view("a", home)], {"a": (2, "rtx")}).allocation["a"] == home
+    assert types_of(placed([view("a", home)], {"a": (2, "t4")}).allocation["a"]) == {"t4"}
+    grown = placed([view("a", home)], {"a": (3, "any")}).allocation["a"]
+    assert set(grown) >= set(home)
+
+
+def test_a_job_on_two_types_does_not_stay():
+    astray = (GpuId(1, 0), GpuId(2, 0))
+    assert len(types_of(placed([view("a", astray)], {"a": (2, "any")}).allocation["a"])) == 1
+
+
+def test_a_type_out_of_service_has_no_place():
+    assert placed([view("a")], {"a": (1, "t4")}, down=frozenset({5})).unplaced == ("a",)
+    assert types_of(placed([view("a")], {"a": (8, "any")}, down=frozenset({5})).allocation["a"]) == {"a100"}
+
+
+def test_free_gpus_of_two_types_are_not_held_together():
+    free = TypedGpus(MIXED, MIXED.gpus_per_node)
+    with pytest.raises(ValueError, match="not of one type"):
+        free.hold((GpuId(1, 0), GpuId(2, 0)))
+
+
+@given(
+    wanted=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from(["any", "rtx", "a100", "t4"])), max_size=12
+    ),
+    down=st.frozensets(st.integers(0, 5), max_size=4),
+    before=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_whatever_is_placed_is_sound(wanted: list[tuple[int, str]], down: frozenset[int], before: list[bool]) -> None:
+    names = {f"j{i}": want for i, want in enumerate(wanted)}
+    first = placed(
+        [view(name) for name in names], {n: w for (n, w), yes in zip(names.items(), before, strict=False) if yes}
+    )
+    up = {n: gpus for n, gpus in first.allocation.items() if not down & {gpu.node for gpu in gpus}}
+    jobs = [view(name, up.get(name, ())) for name in names]
+    result = placed(jobs, names, down)
+    assert set(result.allocation) | set(result.unplaced) == set(names)
+    choices = {name: option(*names[name]) for name in result.allocation}
+    plan = Plan(choices, gpus=result.allocation, reasons=dict.fromkeys(names, "of this test"))
+    options = {name: (choice,) for name, choice in choices.items()}
+    verify(plan, Snapshot(0.0, MIXED, tuple(jobs), down=down), options)
+    for gpus in result.allocation.values():
+        assert len(types_of(gpus)) == 1
