@@ -133,6 +133,28 @@ def test_an_element_without_history_does_not_drown_the_others() -> None:
     assert float(elastic._engine.tracker.variance.max()) < 1e6  # 1e14 without the bound
 
 
+def test_rows_that_only_one_micro_batch_uses_have_a_variance() -> None:
+    """Rare words: ratios cut off for each micro-batch and for their mean gave such a layer a negative variance, so 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4000, 8), nn.Flatten(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=2, env={})
+    words, y = torch.randperm(4000).reshape(-1, 2), torch.arange(2000) % 3  # each word is used once in 125 steps
+    for step in range(500):
+        at = step * 16 % 2000
+        for part in (slice(at, at + 8), slice(at + 8, at + 16)):
+            nn.functional.cross_entropy(model(words[part]), y[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 124:
+            assert elastic._engine.tracker.variance[0] == 0.0  # no row has a history yet
+    variance = elastic._engine.tracker.variance
+    elastic.close()
+    # E[g^2 / v] is near 1 for rare and frequent elements alike, and it is noise: 16 tr Cov is 16 to an element.
+    assert variance[0] == pytest.approx(16 * 4000 * 8, rel=0.3)
+    assert variance[1] == pytest.approx(16 * 51, rel=0.3)
+
+
 def test_clipping_and_loss_scale_do_not_change_what_is_measured() -> None:
     class Scaler:
         def get_scale(self) -> float:
