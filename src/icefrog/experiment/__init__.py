@@ -1,0 +1,1 @@
+"""Experiments: policies x traces x loads x seeds, run once each, compared in pairs, with confidence intervals."""

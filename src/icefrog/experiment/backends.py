@@ -1,0 +1,130 @@
+"""Where cells are computed: here, one by one, or in processes of this machine. ``ray_backend`` adds a cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from icefrog.errors import UserError
+from icefrog.experiment.cells import Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a cell: a result, or why there is none."""
+
+    index: int
+    """The cell's place among those asked for."""
+    result: dict[str, Any] | None
+    error: str = ""
+
+
+Outcomes: TypeAlias = Generator[Outcome, None, None]
+
+
+class Backend(Protocol):
+    """Computes cells."""
+
+    @property
+    def slots(self) -> int:
+        """How many cells are computed at a time."""
+        ...
+
+    def run(self, cells: Sequence[Cell]) -> Outcomes:
+        """Outcomes as they come, in any order. Closing the generator ends what is under way."""
+        ...
+
+
+class Inline:
+    """In this process, one after the other."""
+
+    slots = 1
+
+    def run(self, cells: Sequence[Cell]) -> Outcomes:
+        """See :class:`Backend`."""
+        for index, cell in enumerate(cells):
+            yield compute(index, cell)
+
+
+class Processes:
+    """In processes of this machine.
+
+    Args:
+        workers: how many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.slots = workers
+
+    def run(self, cells: Sequence[Cell]) -> Outcomes:
+        """See :class:`Backend`. A worker that is killed costs the cells under way, and the run goes on without it."""
+        left = list(range(len(cells)))
+        died: dict[int, int] = {}
+        while left:
+            lost: list[int] = []
+            for outcome in self._pass(cells, left, lost):
+                left.remove(outcome.index)
+                yield outcome
+            for index in lost:
+                died[index] = died.get(index, 0) + 1
+                if died[index] > 1:  # whichever cell it is that kills its worker, it gets no third one
+                    left.remove(index)
+                    yield Outcome(index, None, "its worker process died twice (out of memory?)")
+
+    def _pass(self, cells: Sequence[Cell], indices: Sequence[int], lost: list[int]) -> Outcomes:
+        """One life of a pool. Cells that were under way when a worker died are put into ``lost``."""
+        others = set(multiprocessing.active_children())
+        context = multiprocessing.get_context("spawn")  # a fork would copy the threads of polars, but not their locks
+        pool = ProcessPoolExecutor(self.slots, mp_context=context, initializer=_worker)
+        waiting = list(reversed(indices))
+        running: dict[Future[Outcome], int] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.slots:
+                    index = waiting.pop()
+                    running[pool.submit(compute, index, cells[index])] = index
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    outcome = future.result()
+                    del running[future]
+                    yield outcome
+        except BrokenProcessPool:
+            lost += running.values()
+        finally:
+            busy = bool(running)
+            pool.shutdown(wait=not busy, cancel_futures=True)
+            if busy:  # interrupted: what is under way is given up
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
+
+
+def _worker() -> None:
+    """Ctrl-C is the parent's to handle; a worker whose parent is gone leaves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def compute(index: int, cell: Cell) -> Outcome:
+    """Run a cell; whatever it raises becomes its outcome, so that one bad cell does not end a sweep."""
+    from icefrog.experiment.cell_run import run_cell
+
+    try:
+        return Outcome(index, run_cell(cell))
+    except UserError as error:
+        return Outcome(index, None, f"{error.message} ({error.hint})")
+    except Exception as error:
+        return Outcome(index, None, f"{type(error).__name__}: {error}")

@@ -1,0 +1,58 @@
+"""Finished cells on disk: one file each, written whole or not at all, never run again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from icefrog.errors import UserError
+from icefrog.experiment.cells import SCHEMA, Cell
+
+
+class CellStore:
+    """``OUT/cells/<key>.json``. Several experiments may share a folder: equal cells have equal keys.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
+    """
+
+    def __init__(self, out_dir: Path) -> None:
+        self.folder = out_dir / "cells"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--out: {out_dir} cannot be a folder: {error.strerror}", "give a path that can be written"
+            ) from error
+
+    def path(self, key: str) -> Path:
+        """Where a cell's result lies."""
+        return self.folder / f"{key}.json"
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """A finished cell's result; None if it is not there, or not readable (it is then run again)."""
+        try:
+            found = json.loads(self.path(key).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        whole = isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("key") == key
+        return found if whole and {"summary", "jobs", "trace"} <= found.keys() else None
+
+    def put(self, key: str, cell: Cell, result: Mapping[str, Any]) -> None:
+        """Write a result: to a temporary file first, so that an interruption leaves no half of one."""
+        document = {"schema": SCHEMA, "key": key, "cell": cell.label(), "inputs": cell.inputs(), **result}
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        part = self.folder / f".{key}.{os.getpid()}.part"
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.path(key))
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path(key)}: {error.strerror}", "free some space; finished cells are kept"
+            ) from error
