@@ -10,6 +10,7 @@ and carry nothing of their own. Of a requeued job (``--duplicates``) the last ru
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -25,6 +26,7 @@ COLUMNS = ("JobID", "Submit", "Elapsed", "State", "AllocTRES")
 DESCRIPTION = "Slurm: sacct --parsable2 --format JobID,User,Partition,Submit,Start,Elapsed,State,AllocTRES,..."
 _SEPARATOR = "|"
 _GPU_COLUMNS = ("AllocTRES", "AllocGRES", "ReqTRES", "ReqGRES")
+_SOCKETS = re.compile(r"\([^)]*\)")  # gpu:2(S:0-1): which sockets
 _NEVER = ("pending", "requeue_hold", "special_exit", "configuring")
 _OPEN = ("running", "suspended", "completing", "resizing", "signaling", "stage_out", "stopped")
 _RERUN = ("requeued", "preempted", "node_fail", "requeue_fed", "boot_fail", "revoked")
@@ -170,7 +172,7 @@ def parse_tres(text: str) -> tuple[float | None, str | None]:
     """(GPUs, type) of one cell of AllocTRES, ReqTRES, AllocGRES or ReqGRES; ``(None, None)`` without a GPU."""
     total: int | None = None
     typed: Counter[str] = Counter()
-    for part in text.split(","):
+    for part in _SOCKETS.sub("", text).split(","):
         name, equals, value = part.strip().partition("=")
         words = name.removeprefix("gres/").removeprefix("gres:").split(":")
         if words[0] != "gpu":
@@ -179,7 +181,7 @@ def parse_tres(text: str) -> tuple[float | None, str | None]:
             value = words.pop() if len(words) > 1 and _is_count(words[-1]) else "1"
         if not _is_count(value):
             continue
-        number = int(value.partition("(")[0])
+        number = int(value)
         if len(words) > 1 and words[1]:
             typed[words[1]] += number
         else:
@@ -191,7 +193,7 @@ def parse_tres(text: str) -> tuple[float | None, str | None]:
 
 
 def _is_count(text: str) -> bool:
-    return text.partition("(")[0].isascii() and text.partition("(")[0].isdigit() and len(text) < 10
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _merge(kept: pl.DataFrame) -> tuple[pl.DataFrame, Mapping[str, int]]:

@@ -54,14 +54,17 @@ class Source:
         """The first line, split."""
         return split_header(self.head, separator)
 
-    def blocks(self, size: int = BLOCK_BYTES, *, quotes: bool = True) -> Iterator[Block]:
-        """The lines below the header, in blocks of about ``size`` bytes.
+    def blocks(self, *, quotes: bool = True) -> Iterator[Block]:
+        """The lines below the header, in blocks of about ``BLOCK_BYTES``.
+
+        Args:
+            quotes: whether line ends inside double quotes belong to a cell.
 
         Raises:
             UserError: unreadable, corrupt or truncated, not UTF-8 text.
         """
         skip_header = not self.header_apart
-        for block in _blocks(self.path, size, quotes):
+        for block in _blocks(self.path, BLOCK_BYTES, quotes):
             data, line = block.data, block.line
             if skip_header:
                 body = data.lstrip(b"\r\n")
