@@ -64,30 +64,35 @@ class Processes:
         self.slots = workers
 
     def run(self, cells: Sequence[Cell]) -> Outcomes:
-        """See :class:`Backend`. A worker that is killed costs the cells under way, and the run goes on without it."""
+        """See :class:`Backend`.
+
+        A worker that is killed takes the cells under way with it. Those are tried again at the end, each by itself, so that
+        one that needs too much memory is told from its neighbours.
+        """
         left = list(range(len(cells)))
-        died: dict[int, int] = {}
+        suspects: list[int] = []
         while left:
             lost: list[int] = []
-            for outcome in self._pass(cells, left, lost):
+            for outcome in self._pass(cells, left, lost, self.slots):
                 left.remove(outcome.index)
                 yield outcome
-            for index in lost:
-                died[index] = died.get(index, 0) + 1
-                if died[index] > 1:  # whichever cell it is that kills its worker, it gets no third one
-                    left.remove(index)
-                    yield Outcome(index, None, "its worker process died twice (out of memory?)")
+            suspects += lost
+            left = [index for index in left if index not in lost]
+        for index in suspects:
+            yield from self._pass(cells, [index], lost := [], 1)
+            if lost:
+                yield Outcome(index, None, "its worker process died, twice (out of memory?)")
 
-    def _pass(self, cells: Sequence[Cell], indices: Sequence[int], lost: list[int]) -> Outcomes:
+    def _pass(self, cells: Sequence[Cell], indices: Sequence[int], lost: list[int], workers: int) -> Outcomes:
         """One life of a pool. Cells that were under way when a worker died are put into ``lost``."""
         others = set(multiprocessing.active_children())
         context = multiprocessing.get_context("spawn")  # a fork would copy the threads of polars, but not their locks
-        pool = ProcessPoolExecutor(self.slots, mp_context=context, initializer=_worker)
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_worker)
         waiting = list(reversed(indices))
         running: dict[Future[Outcome], int] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < self.slots:
+                while waiting and len(running) < workers:
                     index = waiting.pop()
                     running[pool.submit(compute, index, cells[index])] = index
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
