@@ -4,7 +4,7 @@ from it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from icefrog.driver import LogWriter, RealClock, StallError, Turn, VirtualClock,
 from icefrog.eventlog import JsonlLog, MemoryLog
 from icefrog.executors.sim.base import SimWorld
 from icefrog.executors.sim.executor import SimExecutor
+from icefrog.executors.sim.failures import Outages
 from icefrog.executors.sim.truth import Curves, WorldConfig
 from icefrog.executors.sim.world import World
 from icefrog.policies import make_policy
@@ -34,6 +35,8 @@ class SimSettings:
     """Decide on arrivals and completions, too, and not only once a round."""
     world: WorldConfig | None = None
     """Errors of the estimates, failures, ...; its seed and restart_s are replaced by the two above."""
+    outages: Outages = field(default_factory=Outages)
+    """What takes nodes out of service."""
     check: bool = False
     """Check the state's invariants after every turn (slow)."""
 
@@ -162,8 +165,9 @@ def simulate(
 
 def _drive(controller: Controller, world: SimWorld, log: LogWriter, settings: SimSettings, watch: _Watch) -> str:
     clock = VirtualClock()
+    changes = settings.outages.changes(len(world.cluster.gpus_per_node), settings.seed)
     try:
-        run(controller, SimExecutor(world, clock), log, clock, round_s=settings.round_s, on_turn=watch.turn)
+        run(controller, SimExecutor(world, clock, changes), log, clock, round_s=settings.round_s, on_turn=watch.turn)
     except StallError as stall:
         return str(stall)
     return ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
 from icefrog import events as ev
 from icefrog.driver import VirtualClock
 from icefrog.executors.sim.base import SimulatedJob, SimWorld
+from icefrog.executors.sim.failures import NodeChange
 from icefrog.executors.sim.world import sharing_speed
 from icefrog.state import ClusterState
 from icefrog.types import GpuId
@@ -26,9 +29,10 @@ class SimExecutor:
     Args:
         world: the truth.
         clock: advanced by :meth:`poll`.
+        node_changes: when nodes leave service and come back, in order of time; may be without end.
     """
 
-    def __init__(self, world: SimWorld, clock: VirtualClock) -> None:
+    def __init__(self, world: SimWorld, clock: VirtualClock, node_changes: Iterable[NodeChange] = ()) -> None:
         self._world = world
         self._clock = clock
         self._jobs = dict(world.start_jobs())
@@ -36,6 +40,10 @@ class SimExecutor:
         self._heap: list[tuple[float, int, str, str, int]] = []
         self._scheduled = 0
         self._ready: list[ev.Event] = []  # happened already: at the next poll
+        self._node_changes = iter(node_changes)
+        self._next_change = next(self._node_changes, None)
+        self._down: set[int] = set()
+        self._waited_for: Collection[str] = ()  # jobs that are not finished, of the state that we were told of
         self._failures = {job_id: world.rng(job_id, 2) for job_id in self._jobs if world.failures_per_gpu_h > 0}
         for job_id, job in self._jobs.items():
             self._schedule(job.spec.submit_s, job_id, _SUBMIT, 0)
@@ -46,6 +54,7 @@ class SimExecutor:
         """Nothing to take over. Raises ``ValueError`` for a state that is under way: the log does not hold the truth."""
         if state.jobs:
             raise ValueError("a simulation cannot be taken up from a log: start it again with the same seed")
+        self._waited_for = state.active
 
     def submit(self, commands: Sequence[ev.AnyCommand]) -> None:
         """Carry out commands: whoever leaves first, then the starts."""
@@ -72,16 +81,24 @@ class SimExecutor:
         happened: list[ev.Event] = []
         while self._heap and not happened and self._heap[0][0] <= until_s:
             time_s = self._heap[0][0]
+            if (change := self._due_change(time_s)) is not None:
+                return self._change_nodes(change)
             while self._heap and self._heap[0][0] == time_s:
                 _, _, job_id, kind, generation = heapq.heappop(self._heap)
                 happened += self._happen(self._jobs[job_id], kind, generation, time_s)
             if happened:
                 self._clock.wait_until(time_s)
+        # No job has anything to say until then. To those that wait a change of nodes matters; where nothing else can ever
+        # happen, only the return of one.
+        hope = until_s < math.inf or self._down
+        if not happened and self._waited_for and hope and (change := self._due_change(until_s)) is not None:
+            return self._change_nodes(change)
         return happened
 
     def idle(self) -> bool:
-        """Whether nothing runs and nothing will be submitted."""
-        return not self._ready and not self._heap
+        """Whether nothing runs, nothing will be submitted, and no job waits for a node to come back."""
+        hope = self._waited_for and self._down and self._next_change is not None
+        return not self._ready and not self._heap and not hope
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -138,12 +155,57 @@ class SimExecutor:
             effective_samples=job.total_samples,
         )
 
-    def _crash(self, job: SimulatedJob, now_s: float, reason: str) -> ev.JobCrashed:
+    def _crash(
+        self, job: SimulatedJob, now_s: float, reason: str, *, cause: Literal["job", "node"] = "job"
+    ) -> ev.JobCrashed:
         job.fall_back()
         self._release(job, now_s)
         return ev.JobCrashed(
-            time_s=now_s, job_id=job.job_id, attempt=job.attempt, reason=reason, effective_samples=job.reported_samples
+            time_s=now_s,
+            job_id=job.job_id,
+            attempt=job.attempt,
+            reason=reason,
+            cause=cause,
+            effective_samples=job.reported_samples,
         )
+
+    # -- nodes -------------------------------------------------------------------------------------------------------------
+
+    def _due_change(self, until_s: float) -> NodeChange | None:
+        """The next change, if that is not later than ``until_s``."""
+        change = self._next_change
+        return change if change is not None and round(change.time_s, _DECIMALS) <= until_s else None
+
+    def _change_nodes(self, first: NodeChange) -> list[ev.Event]:
+        """All changes at the time of the first: the nodes, then what becomes of the jobs on them."""
+        time_s = round(first.time_s, _DECIMALS)
+        nodes: list[ev.Event] = []
+        jobs: list[ev.Event] = []
+        while (change := self._due_change(time_s)) is not None:
+            self._next_change = next(self._node_changes, None)
+            if change.up:
+                self._down.discard(change.node)
+                nodes.append(ev.NodeUp(time_s=time_s, node=change.node))
+            else:
+                self._down.add(change.node)
+                nodes.append(ev.NodeDown(time_s=time_s, node=change.node, reason=change.reason))
+                jobs += self._vacate(change, time_s)
+        self._clock.wait_until(time_s)
+        return [*nodes, *jobs]
+
+    def _vacate(self, change: NodeChange, now_s: float) -> list[ev.Event]:
+        """Jobs that hold a GPU of a node that leaves: stopped with a checkpoint if it was planned, else dead."""
+        events: list[ev.Event] = []
+        devices = range(self._world.cluster.gpus_per_node[change.node])
+        holders = (self._holders.get(GpuId(change.node, device), ()) for device in devices)
+        for job in dict.fromkeys(job for on_gpu in holders for job in on_gpu):
+            if change.planned:
+                warned = f"node {change.node} leaves service ({change.reason}): stopped with a checkpoint"
+                events.append(ev.JobWarned(time_s=now_s, job_id=job.job_id, attempt=job.attempt, message=warned))
+                events.append(self._stop(job, now_s))
+            else:
+                events.append(self._crash(job, now_s, f"lost with node {change.node} ({change.reason})", cause="node"))
+        return events
 
     # -- GPUs --------------------------------------------------------------------------------------------------------------
 
