@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from icefrog import events as ev
-from icefrog.gpu_types import ANY_GPU
+from icefrog.changes import in_order, place_changes
 from icefrog.placement import num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
-from icefrog.types import Candidate, Candidates, GpuId, JobView, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, GpuId, JobView, Plan, Pricing, Snapshot
+from icefrog.verify import PolicyError, verify
+
+__all__ = ["CandidateSource", "Controller", "ControllerConfig", "PolicyError", "Step", "verify"]
+
+_CHANGES = (ev.JobSubmitted, ev.JobFinished, ev.JobStopped, ev.JobCrashed, ev.CancelRequested)
+"""After these a plan has to be looked at anew: a job arrived, or left its GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +45,49 @@ class Step:
     commands: list[ev.AnyCommand] = field(default_factory=list)
 
 
-class PolicyError(Exception):
-    """A policy returned a plan that breaks the contract; acting on it could oversubscribe GPUs."""
-
-
 class CandidateSource(Protocol):
     """Where a job's options come from: ``icefrog.candidates.candidates``, or a test's own."""
 
     def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> tuple[Candidate, ...]:
         """The job's options, priced as the policy wants them."""
         ...
+
+
+class Options(Mapping[str, tuple[Candidate, ...]]):
+    """The jobs' candidates, each priced when it is first asked for: who looks at ten of a thousand jobs pays for ten.
+
+    Args:
+        source: prices a job.
+        snapshot: of the decision.
+        pricing: as the policy wants it.
+    """
+
+    def __init__(self, source: CandidateSource, snapshot: Snapshot, pricing: Pricing) -> None:
+        self._source = source
+        self._snapshot = snapshot
+        self._pricing = pricing
+        self._priced: dict[str, tuple[Candidate, ...]] = {}
+
+    def __getitem__(self, job_id: str) -> tuple[Candidate, ...]:
+        found = self._priced.get(job_id)
+        if found is None:
+            view = self._snapshot.views.by_id[job_id]
+            found = self._source(view, self._snapshot.cluster, self._snapshot.now_s, self._pricing)
+            self._priced[job_id] = found
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._snapshot.views.by_id)
+
+    def __len__(self) -> int:
+        return len(self._snapshot.jobs)
+
+    def forbid(self, job_id: str, option: Candidate) -> None:
+        """Take back what is like ``option`` (same count, type and sharing): it finds no place."""
+        lost = option.config
+        same = (lost.num_gpus, lost.shared, lost.gpu_type)
+        left = [c for c in self[job_id] if (c.config.num_gpus, c.config.shared, c.config.gpu_type) != same]
+        self._priced[job_id] = tuple(left)
 
 
 class Controller:
@@ -65,6 +104,16 @@ class Controller:
         self.policy = policy
         self.config = config or ControllerConfig()
         self._candidates = candidates
+        self._stands_until_s = -math.inf
+
+    @property
+    def round_needed_s(self) -> float:
+        """The first time at which a round could decide anything new; -inf: now, inf: never, unless something happens."""
+        return self._stands_until_s
+
+    def round_needed_after(self, events: Sequence[ev.Event]) -> float:
+        """The same, once ``events`` are handled."""
+        return -math.inf if any(isinstance(event, _CHANGES) for event in events) else self._stands_until_s
 
     def handle(self, events: Sequence[ev.Event]) -> Step:
         """Apply ``events`` (in order of time), then decide if one of them calls for it."""
@@ -72,7 +121,11 @@ class Controller:
         due = False
         for event in events:
             self.state.apply(event)
-            due = due or self._calls_for_decision(event)
+            if isinstance(event, (ev.Tick, ev.NodeDown, ev.NodeUp)):
+                due = True
+            elif isinstance(event, _CHANGES):
+                self._stands_until_s = -math.inf
+                due = due or self.config.event_driven
         for event in events:
             self._consequence(event, step)
         if due:
@@ -87,12 +140,6 @@ class Controller:
         return step
 
     # -- consequences that no policy decides ------------------------------------------------------------------------------
-
-    def _calls_for_decision(self, event: ev.Event) -> bool:
-        if isinstance(event, ev.Tick | ev.NodeDown | ev.NodeUp):
-            return True
-        changes = ev.JobSubmitted | ev.JobFinished | ev.JobStopped | ev.JobCrashed | ev.CancelRequested
-        return self.config.event_driven and isinstance(event, changes)
 
     def _consequence(self, event: ev.Event, step: Step) -> None:
         if isinstance(event, ev.Tick | ev.PlanDecided | ev.NodeDown | ev.NodeUp):
@@ -142,41 +189,30 @@ class Controller:
             default_restart_s=self.config.restart_s,
             oracle=self.policy.oracle,
         )
-        options = {
-            job.job_id: self._candidates(job, snapshot.cluster, snapshot.now_s, self.policy.pricing)
-            for job in snapshot.jobs
-        }
+        options = Options(self._candidates, snapshot, self.policy.pricing)
         # 2. The policy's plan, and where it goes.
         plan, allocation = self._placeable_plan(snapshot, options)
+        self._stands_until_s = plan.stands_until_s
         # 3. Its reasons, as a fact; its difference to what runs, as commands.
-        step.facts.append(self._decided(plan, allocation))
+        step.facts.append(self._decided(plan, allocation, snapshot))
         self.state.apply(step.facts[-1])
-        for command in self._diff(plan, allocation):
+        for command in self._diff(plan, allocation, snapshot):
             self._command(command, step)
 
-    def _placeable_plan(
-        self, snapshot: Snapshot, options: dict[str, tuple[Candidate, ...]]
-    ) -> tuple[Plan, dict[str, tuple[GpuId, ...]]]:
+    def _placeable_plan(self, snapshot: Snapshot, options: Options) -> tuple[Plan, Mapping[str, tuple[GpuId, ...]]]:
         """Placement is part of feasibility: an option that finds no place is forbidden and the policy asked again."""
-        if not snapshot.num_gpus:
-            reasons = {job.job_id: "every node is out of service" for job in snapshot.jobs}
-            return Plan({}, reasons=reasons, memory=snapshot.memory), {}
         plan, placement = Plan(choices={}), None
         for _ in range(self.config.max_replans):
             plan = self.policy.decide(snapshot, options)
             verify(plan, snapshot, options)
             if plan.gpus is not None:
-                return plan, dict(plan.gpus)
-            placement = place(snapshot, plan)
+                return plan, plan.gpus
+            placement = place_changes(snapshot, plan) if plan.keeps else place(snapshot, plan)
             if not placement.unplaced:
                 return plan, placement.allocation
             # The placement packs large units first, so the last one unplaced is the smallest: the least is lost.
             job_id = placement.unplaced[-1]
-            lost = plan.choices[job_id].config
-            forbidden = (lost.num_gpus, lost.shared, lost.gpu_type)
-            options[job_id] = tuple(
-                c for c in options[job_id] if (c.config.num_gpus, c.config.shared, c.config.gpu_type) != forbidden
-            )
+            options.forbid(job_id, plan.choices[job_id])
         assert placement is not None
         unplaced = set(placement.unplaced)
         kept = {job_id: choice for job_id, choice in plan.choices.items() if job_id not in unplaced}
@@ -184,42 +220,68 @@ class Controller:
         pairs = tuple(pair for pair in plan.pairs if not unplaced.intersection(pair))
         return replace(plan, choices=kept, pairs=pairs, reasons=reasons), placement.allocation
 
-    def _decided(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]]) -> ev.PlanDecided:
-        active = self.state.active
+    def _decided(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]], snapshot: Snapshot) -> ev.PlanDecided:
+        state, active = self.state, self.state.active
+        reasons = {j: r for j, r in plan.reasons.items() if j in active and active[j].reason != r}
+        common = plan.waiting_reason or None
+        if common is not None:
+            unsaid: Iterable[str] = state.unsaid if common == state.waiting_reason else snapshot.views.by_id
+            for job_id in unsaid:
+                if job_id not in plan.choices and job_id not in plan.reasons and _is_told(active[job_id], common):
+                    reasons[job_id] = common
+        granted = {gpu for gpus in allocation.values() for gpu in gpus}
+        num_running = len(plan.choices)
+        if plan.keeps:
+            kept = [
+                v for v in snapshot.views.running if v.job_id not in plan.choices and v.job_id not in plan.preempted
+            ]
+            num_running += len(kept)
+            granted.update(*[view.gpus for view in kept])
         return ev.PlanDecided(
-            time_s=self.state.now_s,
+            time_s=state.now_s,
             policy=self.policy.name,
-            gpus_granted=len({gpu for gpus in allocation.values() for gpu in gpus}),
-            waiting=len(active) - len(plan.choices),
-            reasons={j: r for j, r in plan.reasons.items() if j in active and active[j].reason != r},
-            memory=plan.memory if plan.memory != self.state.memory.get(self.policy.name) else None,
+            gpus_granted=len(granted),
+            waiting=len(active) - num_running,
+            reasons=reasons,
+            waiting_reason=common if common != state.waiting_reason else None,
+            memory=plan.memory if plan.memory != state.memory.get(self.policy.name) else None,
         )
 
-    def _diff(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]]) -> list[ev.AnyCommand]:
+    def _diff(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]], snapshot: Snapshot) -> list[ev.AnyCommand]:
         """Commands from what is granted to what is planned: preemptions first, so that GPUs come free before they go."""
         now_s = self.state.now_s
         frees: list[ev.AnyCommand] = []
         takes: list[ev.AnyCommand] = []
-        for job_id, job in self.state.active.items():
+        named = in_order(snapshot, (*plan.choices, *plan.preempted)) if plan.keeps else self.state.active
+        for job_id in named:
+            job = self.state.active[job_id]
             choice = plan.choices.get(job_id)
-            reason = plan.reasons.get(job_id, "")
+            reason = plan.reasons.get(job_id, plan.waiting_reason)
             if choice is None:
                 if job.phase in GRANTED and not job.cancel_requested:
                     frees.append(ev.Preempt(time_s=now_s, job_id=job_id, attempt=job.attempt, reason=reason))
                 continue
-            gpus = allocation[job_id]
-            grant = self._grant(job, choice, gpus)
-            start = {"time_s": now_s, "job_id": job_id, "reason": reason}
-            if job.phase is Phase.PENDING:
-                takes.append(ev.Start(**start, attempt=job.attempt + 1, gpus=gpus, grant=grant))
-            elif job.phase not in GRANTED:
-                continue  # still leaving its GPUs: it gets its new ones when it has
-            elif gpus != job.gpus or _needs_restart(grant, job.grant):
-                takes.append(ev.Resize(**start, attempt=job.attempt + 1, gpus=gpus, grant=grant))
-            elif job.grant is not None and _bounds(grant) != _bounds(job.grant):
-                takes.append(ev.Regrant(**start, attempt=job.attempt, grant=grant))
+            command = self._change(job, choice, allocation[job_id], reason)
+            if command is not None:
+                takes.append(command)
         # Grants are checked for double use after every record, so whoever gives GPUs up must come first.
         return frees + _free_before_take(takes, self.state.active)
+
+    def _change(
+        self, job: JobState, choice: Candidate, gpus: tuple[GpuId, ...], reason: str
+    ) -> ev.Start | ev.Resize | ev.Regrant | None:
+        """What takes a job from what it has to what is planned for it."""
+        if job.phase is not Phase.PENDING and job.phase not in GRANTED:
+            return None  # still leaving its GPUs: it gets its new ones when it has
+        grant = self._grant(job, choice, gpus)
+        now_s, job_id, attempt = self.state.now_s, job.job_id, job.attempt
+        if job.phase is Phase.PENDING:
+            return ev.Start(time_s=now_s, job_id=job_id, attempt=attempt + 1, reason=reason, gpus=gpus, grant=grant)
+        if gpus != job.gpus or _needs_restart(grant, job.grant):
+            return ev.Resize(time_s=now_s, job_id=job_id, attempt=attempt + 1, reason=reason, gpus=gpus, grant=grant)
+        if job.grant is not None and _bounds(grant) != _bounds(job.grant):
+            return ev.Regrant(time_s=now_s, job_id=job_id, attempt=attempt, reason=reason, grant=grant)
+        return None
 
     def _grant(self, job: JobState, choice: Candidate, gpus: Sequence[GpuId]) -> ev.Grant:
         config = choice.config
@@ -238,6 +300,11 @@ class Controller:
         )
 
 
+def _is_told(job: JobState, common: str) -> bool:
+    """Whether a waiting job's reason has to become the common one."""
+    return job.reason != common and not job.cancel_requested and (job.phase not in GRANTED)
+
+
 def _needs_restart(new: ev.Grant, old: ev.Grant | None) -> bool:
     """A sharer fits beside its partner with the batch that was priced, and a running attempt cannot change its batch."""
     return (
@@ -253,65 +320,3 @@ def _bounds(grant: ev.Grant) -> tuple[bool, int, int | None]:
 def _free_before_take(commands: list[ev.AnyCommand], active: Mapping[str, JobState]) -> list[ev.AnyCommand]:
     """Shrinking grants before growing ones. Records are applied as one batch, so only the order in the log matters."""
     return sorted(commands, key=lambda c: len(c.gpus) - len(active[c.job_id].gpus) if isinstance(c, ev.Resize) else 0)
-
-
-def verify(plan: Plan, snapshot: Snapshot, options: Candidates) -> None:
-    """Check a plan against the constraints before it is acted on (fault S12). Raises :class:`PolicyError`.
-
-    Every choice is one of the job's candidates; pairs are sharers of one GPU, both in exactly one pair; every unfinished job
-    has a reason; the GPUs used do not exceed the cluster's.
-    """
-    jobs = {job.job_id for job in snapshot.jobs}
-    paired = [job_id for pair in plan.pairs for job_id in pair]
-    for job_id, choice in plan.choices.items():
-        if job_id not in jobs:
-            raise PolicyError(f"the plan names job {job_id}, which is not in the snapshot")
-        if choice not in options.get(job_id, ()):
-            raise PolicyError(f"the plan gives {job_id} a configuration that it did not offer: {choice.config}")
-        if choice.config.shared != (paired.count(job_id) == 1):
-            raise PolicyError(f"{job_id}: a shared configuration needs exactly one partner, an exclusive one none")
-    if set(paired) - set(plan.choices):
-        raise PolicyError(f"paired but not chosen: {sorted(set(paired) - set(plan.choices))}")
-    if missing := jobs - set(plan.reasons):
-        raise PolicyError(f"no reason given for {sorted(missing)[:5]}")
-    used = sum(c.config.num_gpus for c in plan.choices.values() if not c.config.shared) + len(plan.pairs)
-    if used > snapshot.num_gpus:
-        raise PolicyError(f"the plan uses {used} GPUs of {snapshot.num_gpus}")
-    _verify_types(plan, snapshot)
-    if plan.gpus is not None:
-        _verify_map(plan, snapshot, plan.gpus)
-
-
-def _verify_types(plan: Plan, snapshot: Snapshot) -> None:
-    """A plan that names GPU types uses no more of each than there are; a pair is on one type."""
-    used: Counter[str] = Counter()
-    mates = {second: first for first, second in plan.pairs}
-    for job_id, choice in plan.choices.items():
-        if job_id not in mates:
-            used[choice.config.gpu_type] += choice.config.num_gpus
-        elif choice.config.gpu_type != plan.choices[mates[job_id]].config.gpu_type:
-            raise PolicyError(f"{job_id} and {mates[job_id]} share a GPU, yet name different types")
-    if set(used) - {ANY_GPU}:
-        there = snapshot.gpus_by_type
-        for gpu_type, count in used.items():
-            if gpu_type != ANY_GPU and count > there.get(gpu_type, 0):
-                raise PolicyError(f"the plan uses {count} GPUs of type {gpu_type}, there are {there.get(gpu_type, 0)}")
-
-
-def _verify_map(plan: Plan, snapshot: Snapshot, gpus_of: Mapping[str, tuple[GpuId, ...]]) -> None:
-    """A policy that names GPUs names as many as it chose, in service, each for one job or one pair."""
-    sizes = snapshot.node_gpus
-    owners: dict[GpuId, str] = {}
-    unit = {b: a for a, b in plan.pairs}
-    if set(gpus_of) != set(plan.choices):
-        raise PolicyError(f"GPUs are named for other jobs than chosen: {sorted(set(gpus_of) ^ set(plan.choices))[:5]}")
-    for job_id, gpus in gpus_of.items():
-        if len(gpus) != plan.choices[job_id].config.num_gpus or len(set(gpus)) != len(gpus):
-            raise PolicyError(f"{job_id}: {plan.choices[job_id].config.num_gpus} GPUs chosen, {gpus} named")
-        for gpu in gpus:
-            if not (0 <= gpu.node < len(sizes) and 0 <= gpu.device < sizes[gpu.node]):
-                raise PolicyError(f"{job_id}: {gpu} is not in service")
-            if plan.choices[job_id].config.gpu_type not in (ANY_GPU, snapshot.cluster.node_types[gpu.node]):
-                raise PolicyError(f"{job_id}: {gpu} is not of the type chosen")
-            if owners.setdefault(gpu, unit.get(job_id, job_id)) != unit.get(job_id, job_id):
-                raise PolicyError(f"{gpu} is named for {owners[gpu]} and {job_id}")

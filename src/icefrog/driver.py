@@ -106,7 +106,11 @@ def run(
     """Run until every job is finished (``until_idle``) or ``keep_going`` says no.
 
     Write-ahead: events are logged before they are handled, commands before they are carried out; whatever is interrupted can
-    be taken up from the log. Raises :class:`StallError` naming the jobs when a simulation cannot go on.
+    be taken up from the log. Rounds in which the plan would stay as it is (``Plan.stands_until_s``) are spared; the others
+    keep their places on the grid.
+
+    Raises:
+        StallError: nothing can happen any more (in a simulation), yet jobs are unfinished; it names them.
     """
     executor.adopt(controller.state)
     _carry_out(controller.recover(), log, executor)
@@ -115,18 +119,22 @@ def run(
     while keep_going():
         # 1. What happened. While no job is there no round is due, so that idle gaps cost nothing.
         busy = bool(controller.state.active)
-        horizon_s = rounds.next_s if busy else math.inf
+        horizon_s = rounds.next_from(controller.round_needed_s) if busy else math.inf
         incoming = inbox.receive() if inbox is not None else []
         polled = executor.poll(horizon_s)
         if not incoming and not polled:
-            if until_idle and not busy and executor.idle():
-                return
+            if until_idle and executor.idle():
+                if not busy:
+                    return
+                if horizon_s == math.inf:
+                    raise _stall(controller)
             clock.wait_until(horizon_s)
         now_s = clock.now_s()
         if not busy:
             rounds.skip_to(now_s)
-        ticks = [ev.Tick(time_s=now_s)] if rounds.due(now_s) else []
-        events: list[ev.Event] = [*incoming, *polled, *ticks]
+        events: list[ev.Event] = [*incoming, *polled]
+        ticks = [ev.Tick(time_s=now_s)] if rounds.due(now_s, controller.round_needed_after(events)) else []
+        events += ticks
         if not events:
             continue
         log.append(events)
@@ -139,8 +147,12 @@ def run(
         on_turn(Turn(now_s, events, step, decision_s))
         idle_rounds = idle_rounds + 1 if ticks and not step.commands and executor.idle() else 0
         if until_idle and idle_rounds > _STALLED_ROUNDS:
-            names = ", ".join(list(controller.state.active)[:5])
-            raise StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
+            raise _stall(controller)
+
+
+def _stall(controller: Controller) -> StallError:
+    names = ", ".join(list(controller.state.active)[:5])
+    return StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
 
 
 def _carry_out(step: Step, log: LogWriter, executor: Executor) -> None:
@@ -197,15 +209,23 @@ class _Rounds:
         self.round_s = round_s
         self.next_s = origin_s
 
+    def next_from(self, time_s: float) -> float:
+        """The next round that is not before ``time_s``; infinite if that is."""
+        if time_s <= self.next_s or time_s == math.inf:
+            return max(self.next_s, time_s)
+        return self.next_s + math.ceil((time_s - self.next_s) / self.round_s) * self.round_s
+
     def skip_to(self, now_s: float) -> None:
         """Forget rounds that are over; the next one is the first on the grid at ``now_s`` or later."""
         if now_s > self.next_s:
             self.next_s += math.ceil((now_s - self.next_s) / self.round_s) * self.round_s
 
-    def due(self, now_s: float) -> bool:
-        """Whether a round is due; if so the next one is set."""
+    def due(self, now_s: float, needed_s: float) -> bool:
+        """Whether a round on the grid at ``needed_s`` or later has come. Those that have, needed or not, are over."""
         if now_s < self.next_s:
             return False
-        self.next_s += self.round_s
+        due = self.next_from(needed_s) <= now_s
         self.skip_to(now_s)
-        return True
+        if self.next_s <= now_s:
+            self.next_s += self.round_s
+        return due

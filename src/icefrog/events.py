@@ -171,13 +171,16 @@ class NodeUp(Record):
 
 
 class PlanDecided(Record):
-    """A decision was taken. ``reasons`` and ``memory`` hold only what changed since the last one."""
+    """A decision was taken. ``reasons``, ``waiting_reason`` and ``memory`` hold only what changed since the last one."""
 
     kind: Literal["plan_decided"] = "plan_decided"
     policy: str
     gpus_granted: int
     waiting: int
     reasons: dict[str, str] = Field(default_factory=dict)
+    waiting_reason: str | None = Field(
+        default=None, description="what waiting jobs without a reason of their own are told from now on, in ``reasons``"
+    )
     memory: Any = None
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
 from icefrog import events as ev
+from icefrog.occupied import OccupiedGpus
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
-from icefrog.types import Config, GpuId, GradientStats, JobView, Json, Snapshot
+from icefrog.types import Config, GpuId, GradientStats, JobView, JobViews, Json, Snapshot
 
 
 class Phase(StrEnum):
@@ -185,6 +186,15 @@ class ClusterState:
         self.memory: dict[str, Json] = {}  # by policy: what it asked to be told again
         self.down: set[int] = set()  # nodes out of service
         self.now_s = 0.0
+        self.unsaid: dict[str, None] = {}
+        """Waiting jobs whose reason is not ``waiting_reason``: they are new, or were told one of their own."""
+        self.waiting_reason: str | None = None
+        # Kept between snapshots, since most jobs do not change from one to the next.
+        self._views: dict[str, JobView] = {}
+        self._stale: dict[str, None] = {}  # jobs that something happened to since their view was made
+        self._made: JobViews | None = None
+        self._made_for: tuple[float, ClusterSpec] | None = None
+        self._occupied = OccupiedGpus()
 
     # -- the mutator ---------------------------------------------------------------------------------------------------
 
@@ -198,8 +208,10 @@ class ClusterState:
                 self._decided(record)
             case ev.NodeDown():
                 self.down.add(record.node)
+                self._made = None
             case ev.NodeUp():
                 self.down.discard(record.node)
+                self._made = None
             case ev.JobSubmitted():
                 self._submitted(record)
             case _:
@@ -213,9 +225,18 @@ class ClusterState:
     def _decided(self, record: ev.PlanDecided) -> None:
         if record.memory is not None:
             self.memory[record.policy] = record.memory
+        if record.waiting_reason is not None and record.waiting_reason != self.waiting_reason:
+            self.waiting_reason = record.waiting_reason
+            self.unsaid = {job_id: None for job_id, job in self.active.items() if job.phase is Phase.PENDING}
         for job_id, reason in record.reasons.items():
-            if job_id in self.active:
-                self.active[job_id].reason = reason
+            job = self.active.get(job_id)
+            if job is None:
+                continue
+            job.reason = reason
+            if reason == self.waiting_reason:
+                self.unsaid.pop(job_id, None)
+            elif job.phase is Phase.PENDING:
+                self.unsaid[job_id] = None
 
     def _submitted(self, record: ev.JobSubmitted) -> None:
         spec = record.job
@@ -231,6 +252,7 @@ class ClusterState:
             waiting_since_s=record.time_s,
         )
         self.jobs[spec.job_id] = self.active[spec.job_id] = job
+        self._stale[spec.job_id] = self.unsaid[spec.job_id] = None
 
     def _job_record(self, record: ev.AnyRecord) -> None:
         assert not isinstance(record, ev.Tick | ev.PlanDecided | ev.JobSubmitted | ev.NodeDown | ev.NodeUp)
@@ -249,6 +271,7 @@ class ClusterState:
         if isinstance(record, ev.JobCrashed) and job.phase is Phase.RESIZING and record.attempt == job.attempt:
             target = Phase.PENDING  # the new attempt died before it was up; the old one has left its GPUs
         _update(job, record)
+        self._stale[job.job_id] = None
         if target is not job.phase:
             job.history.append(f"{job.phase} -{record.kind}@{record.time_s:.0f}s-> {target}")
             del job.history[:-_HISTORY]
@@ -258,7 +281,10 @@ class ClusterState:
         job.phase = phase
         if phase not in GRANTED:
             job.gpus, job.grant = (), None
+        self.unsaid.pop(job.job_id, None)
         if phase is Phase.PENDING:
+            if job.reason != self.waiting_reason:
+                self.unsaid[job.job_id] = None
             job.restart_asked_s = None  # a move that came to nothing; from here on it waits, which costs no restart
             if job.waiting_since_s is None:
                 job.waiting_since_s = now_s
@@ -312,19 +338,38 @@ class ClusterState:
 
         A job that is still being preempted holds its GPUs physically, yet may be planned for: its grant is over.
         """
-        jobs = [job for job in self.active.values() if not job.cancel_requested]
-        remaining: dict[str, float] | None = None
-        if oracle:
-            remaining = {job.job_id: _oracle_remaining_s(job) for job in jobs}
+        views = self._current_views(default_restart_s)
         return Snapshot(
             now_s=self.now_s,
             cluster=self.cluster,
-            jobs=tuple(self.view(job, default_restart_s) for job in jobs),
+            jobs=views,
             seed=seed,
             memory=self.memory.get(policy),
-            oracle_remaining_s=remaining,
+            oracle_remaining_s=_OracleTimes(views, self.jobs) if oracle else None,
             down=frozenset(self.down),
         )
+
+    def _current_views(self, default_restart_s: float) -> JobViews:
+        """The views, of which only those are made that something happened to."""
+        made_for = (default_restart_s, self.cluster)
+        if made_for != self._made_for:
+            self._made, self._made_for = None, made_for
+            self._stale = dict.fromkeys(self.active)
+            self._occupied = OccupiedGpus()
+        if self._made is not None and not self._stale:
+            return self._made
+        for job_id in self._stale:
+            job = self.active.get(job_id)
+            if job is not None and not job.cancel_requested:
+                self._views[job_id] = self.view(job, default_restart_s)
+            else:
+                self._views.pop(job_id, None)
+        self._made = JobViews.of(self._views)
+        down = frozenset(self.down)
+        moved = {job_id: self.jobs[job_id].gpus for job_id in self._stale}
+        self._made.free = (down, self._occupied.update(self.cluster, down, moved))
+        self._stale = {}
+        return self._made
 
     def check(self) -> None:
         """Raise ``AssertionError`` where an invariant is broken: GPUs used + free = total, one grant a job, sane times."""
@@ -339,6 +384,7 @@ class ClusterState:
         for gpu, jobs in owners.items():
             assert 0 <= gpu.node < len(sizes), gpu
             assert 0 <= gpu.device < sizes[gpu.node], gpu
+            assert gpu.node not in self.down, f"{gpu} of {jobs[0].job_id} is out of service"
             alone = len(jobs) == 1
             assert alone or (len(jobs) == 2 and all(job.shared for job in jobs)), f"{gpu}: {[j.job_id for j in jobs]}"
         assert len(owners) <= self.cluster.num_gpus
@@ -347,6 +393,25 @@ class ClusterState:
             assert not job.finished or (job.holding is None and not job.gpus), job.job_id
             if job.finish_s is not None:
                 assert job.queue_s <= job.finish_s - job.submit_s + 1e-6, job.job_id
+
+
+class _OracleTimes(Mapping[str, float]):
+    """True service time left by job id, computed where it is asked for."""
+
+    def __init__(self, views: JobViews, jobs: Mapping[str, JobState]) -> None:
+        self._views = views
+        self._jobs = jobs
+
+    def __getitem__(self, job_id: str) -> float:
+        if job_id not in self._views.by_id:
+            raise KeyError(job_id)
+        return _oracle_remaining_s(self._jobs[job_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views.by_id)
+
+    def __len__(self) -> int:
+        return len(self._views)
 
 
 def _oracle_remaining_s(job: JobState) -> float:

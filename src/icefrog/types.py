@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
+
+if TYPE_CHECKING:
+    from icefrog.placement import FreeGpus
 
 Json: TypeAlias = Any
 """A JSON value: what a policy may remember between rounds."""
@@ -135,9 +138,20 @@ class JobView:
 class JobViews(tuple[JobView, ...]):
     """The unfinished jobs in order of submission, and the parts of them that policies ask for, each made once."""
 
+    free: tuple[frozenset[int], FreeGpus] | None = None
+    """(nodes out of service, what these jobs leave free then), where somebody has kept account of it; never changed. Ask
+    ``changes.free_gpus``."""
+
+    @classmethod
+    def of(cls, by_id: Mapping[str, JobView]) -> JobViews:
+        """From a mapping in order of submission, which is copied."""
+        views = cls(by_id.values())
+        views.__dict__["by_id"] = dict(by_id)
+        return views
+
     @cached_property
     def by_id(self) -> Mapping[str, JobView]:
-        """Every job by its id."""
+        """Every job by its id, in order of submission."""
         return {view.job_id: view for view in self}
 
     @cached_property

@@ -1,0 +1,62 @@
+"""Which GPUs the granted jobs leave free, kept from one snapshot to the next: only jobs that moved are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from icefrog.placement import FreeGpus
+from icefrog.spec import ClusterSpec
+from icefrog.types import GpuId
+
+
+class OccupiedGpus:
+    """Books of one cluster. Two jobs may be on one GPU (sharers); it is free when both have left."""
+
+    def __init__(self) -> None:
+        self._free = FreeGpus(())
+        self._down: frozenset[int] | None = None
+        self._held: dict[str, tuple[GpuId, ...]] = {}
+        self._jobs_on: dict[GpuId, int] = {}
+
+    def update(self, cluster: ClusterSpec, down: frozenset[int], moved: Mapping[str, tuple[GpuId, ...]]) -> FreeGpus:
+        """What is free now.
+
+        Args:
+            cluster: always the same.
+            down: nodes out of service: nothing of them is free.
+            moved: what every job that changed since the last call has now (none, if it is gone).
+
+        Returns:
+            Books that are nobody else's.
+
+        Raises:
+            ValueError: a GPU is held by jobs that do not hold the same ones.
+        """
+        if down != self._down:
+            moved = {**self._held, **moved}
+            self._down, self._held, self._jobs_on = down, {}, {}
+            self._free = FreeGpus([0 if n in down else size for n, size in enumerate(cluster.gpus_per_node)])
+        if down:
+            moved = {job_id: tuple(gpu for gpu in gpus if gpu.node not in down) for job_id, gpus in moved.items()}
+        changed = {job_id: gpus for job_id, gpus in moved.items() if self._held.get(job_id, ()) != gpus}
+        for job_id in changed:
+            self._leave(self._held.pop(job_id, ()))
+        for job_id, gpus in changed.items():
+            if gpus:
+                self._held[job_id] = gpus
+                self._enter(gpus)
+        return self._free.copy()
+
+    def _enter(self, gpus: tuple[GpuId, ...]) -> None:
+        if gpus[0] not in self._jobs_on:
+            self._free.hold(gpus)
+        for gpu in gpus:
+            self._jobs_on[gpu] = self._jobs_on.get(gpu, 0) + 1
+
+    def _leave(self, gpus: tuple[GpuId, ...]) -> None:
+        for gpu in gpus:
+            self._jobs_on[gpu] -= 1
+        if gpus and not self._jobs_on[gpus[0]]:
+            for gpu in gpus:
+                del self._jobs_on[gpu]
+            self._free.release(gpus)
