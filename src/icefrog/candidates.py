@@ -50,7 +50,8 @@ def candidates(
         view: what is known of the job.
         cluster: its size decides which counts fit, and how many nodes each spans at least.
         now_s: for T_age.
-        pricing: whether layers may be frozen; the default is the Layer Tuner.
+        pricing: by which rule layers may be frozen, whether the batch may move, what a sharer's speed is believed to be;
+            the default is the Layer Tuner at the job's first batch.
         hysteresis: least relative gain in E for which the estimate leaves the configuration the job runs
             with.
         max_shared: largest size of the shared set.
@@ -63,11 +64,10 @@ def candidates(
     age_s = max(now_s - view.submit_s, 0.0)
     placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
-        return _prior_candidates(view, placements, age_s)
-    freeze = pricing.freezing != "none"
-    rule = _rule(view, view.profile, cluster, placements, freeze)
+        return _prior_candidates(view, placements, age_s, pricing)
+    rule = _rule(view, view.profile, cluster, placements, pricing)
     current = view.config if view.running and not view.shared else None
-    choices = _tuned(view, view.profile, rule, freeze, current, hysteresis, max_shared)
+    choices = _tuned(view, view.profile, rule, pricing, current, hysteresis, max_shared)
     remaining = _remaining_samples(view, view.profile)
     return tuple(Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in choices)
 
@@ -76,17 +76,27 @@ def _tuned(
     view: JobView,
     profile: Profile,
     rule: TunerRule,
-    freeze: bool,
+    pricing: Pricing,
     current: Config | None,
     hysteresis: float,
     max_shared: int,
 ) -> tuple[TunerChoice, ...]:
     table = TunerTable.of(profile, rule)
-    psi = _offered_psi(view, profile, freeze)
+    psi = _offered_psi(view, profile, pricing)
     progress = table.progress(psi, _noise_scale(view))
     best = pick(table, psi, progress, current=current, hysteresis=hysteresis)
-    shared = _shared_choices(table, psi, progress, max_shared) if view.spec.share else []
+    shared = _shared_choices(table, psi, progress, max_shared, pricing.sharing_speed) if view.spec.share else []
     return (*best.values(), *shared)
+
+
+def _batches(view: JobView, pricing: Pricing) -> tuple[int, ...]:
+    """The global batches that may be granted: M0 alone, or all of the job's range."""
+    return view.spec.batch.options() if pricing.batch == "elastic" else (view.spec.batch.initial,)
+
+
+def _by_own_rule(view: JobView, pricing: Pricing) -> bool:
+    """Whether the depth is not for the Layer Tuner to choose: the job's own rule does, or FreezeOut's schedule."""
+    return view.spec.freeze.rule == "none" or pricing.freezing == "freezeout"
 
 
 def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
@@ -96,24 +106,25 @@ def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int]
 
 
 def _rule(
-    view: JobView, profile: Profile, cluster: ClusterSpec, placements: tuple[tuple[int, int], ...], freeze: bool
+    view: JobView, profile: Profile, cluster: ClusterSpec, placements: tuple[tuple[int, int], ...], pricing: Pricing
 ) -> TunerRule:
     spec = view.spec
-    if not freeze:
+    if pricing.freezing == "none":
         deepest = 0
-    elif spec.freeze.rule == "none":
+    elif _by_own_rule(view, pricing):
         deepest = profile.num_layers - 1
     else:
         deepest = max_frozen_layers(profile.num_layers, spec.freeze.max_fraction)
-    return TunerRule(placements, spec.batch.options(), spec.batch.initial, deepest, cluster.gpu_mem_bytes)
+    return TunerRule(placements, _batches(view, pricing), spec.batch.initial, deepest, cluster.gpu_mem_bytes)
 
 
-def _offered_psi(view: JobView, profile: Profile, freeze: bool) -> FloatArray:
+def _offered_psi(view: JobView, profile: Profile, pricing: Pricing) -> FloatArray:
     """psi of the depths that the job may use; where it freezes by a rule of its own, of its present depth alone."""
     stats = view.stats
+    freeze = pricing.freezing != "none"
     known = freeze and stats is not None and len(stats.variance) == profile.num_layers
     psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
-    if freeze and view.spec.freeze.rule == "none":
+    if freeze and _by_own_rule(view, pricing):
         depth = min(view.frozen_layers, profile.num_layers - 1)
         own = psi[depth] if np.isfinite(psi[depth]) else 1.0  # unpriced: no punishment
         psi = np.full_like(psi, np.nan)
@@ -139,7 +150,9 @@ def _floored(estimate: Estimate) -> Estimate:
     return estimate if estimate.tta_s >= MIN_TTA_S else replace(estimate, tta_s=MIN_TTA_S)
 
 
-def _shared_choices(table: TunerTable, psi: FloatArray, progress: FloatArray, limit: int) -> list[TunerChoice]:
+def _shared_choices(
+    table: TunerTable, psi: FloatArray, progress: FloatArray, limit: int, speed: float
+) -> list[TunerChoice]:
     """The Pareto set over (m, l) of (T_acc, memory, utilisation) on one shared GPU, the fastest first.
 
     A configuration that breaks the sharing rule by itself is left out: it could never be half of a pair. A
@@ -155,7 +168,10 @@ def _shared_choices(table: TunerTable, psi: FloatArray, progress: FloatArray, li
     front = pareto_front(costs)
     if len(front) > limit:
         front = front[np.unique(np.linspace(0, len(front) - 1, limit).round().astype(np.intp))]
-    return [table.choice((index, int(rows[i]), int(depths[i])), psi, float(-costs[i, 0]), shared=True) for i in front]
+    return [
+        table.choice((index, int(rows[i]), int(depths[i])), psi, float(-costs[i, 0]), shared=True, sharing_speed=speed)
+        for i in front
+    ]
 
 
 def pareto_front(costs: FloatArray) -> IndexArray:
@@ -169,9 +185,11 @@ def pareto_front(costs: FloatArray) -> IndexArray:
     return np.asarray(order[~np.any(np.triu(beaten, k=1), axis=0)])
 
 
-def _prior_candidates(view: JobView, placements: tuple[tuple[int, int], ...], age_s: float) -> tuple[Candidate, ...]:
+def _prior_candidates(
+    view: JobView, placements: tuple[tuple[int, int], ...], age_s: float, pricing: Pricing
+) -> tuple[Candidate, ...]:
     """Options of a job that has not reported: throughput in units of one GPU's, memory and utilisation unknown (0)."""
-    batches = view.spec.batch.options()
+    batches = _batches(view, pricing)
     divided = [(gpus, next((m for m in batches if m % gpus == 0), None)) for gpus, _ in placements]
     options = []
     for gpus, batch in divided:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import Workload, workload
+from worlds import SettlingCurves, Workload, workload
 
 from icefrog import events as ev
 from icefrog.executors.sim import WorldConfig
 from icefrog.policies import policy_names
-from icefrog.profile import OccupancyParams
+from icefrog.profile import FloatArray, OccupancyParams
 from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
+from icefrog.spec import BatchRule, JobSpec
 from icefrog.state import ClusterState, JobState
 from icefrog.testing.builders import cluster
 
@@ -141,6 +144,50 @@ def test_layers_freeze_and_open_again() -> None:
     assert all(0.0 < report.psi <= 1.0 for report in reports(result))
 
 
+def test_freezeout_freezes_by_its_schedule_and_never_opens() -> None:
+    quiet = {job_id: QuietFront(curve.num_layers) for job_id, curve in STANDARD.curves.items()}
+    by_job: dict[str, list[int]] = {}
+    for report in reports(run(replace(STANDARD, curves=quiet), "icefrog", options={"penalty": "freezeout"})):
+        by_job.setdefault(report.job_id, []).append(report.frozen_layers)
+    assert sum(depths[-1] > 0 for depths in by_job.values()) >= 15
+    assert all(b >= a for depths in by_job.values() for a, b in pairwise(depths))
+
+
+def test_the_batch_moves_only_where_job_and_policy_let_it() -> None:
+    """A noise scale far above the batch makes a larger batch worth as much: it saves launches and synchronisation."""
+    noisy = {job_id: NoisyCurves(curve.num_layers) for job_id, curve in STANDARD.curves.items()}
+    work = replace(STANDARD, specs=tuple(ranged(spec) for spec in STANDARD.specs), curves=noisy)
+    fixed = run(work, "icefrog")
+    moved = run(work, "icefrog", options={"batch": "elastic"})
+    assert {batch_of(report) for report in reports(fixed)} == {None}
+    assert {batch_of(report) for report in reports(moved)} > {"256", "1024"}
+    assert mean_jct_s(moved) < mean_jct_s(fixed)
+    assert mean_jct_s(fixed) == mean_jct_s(standard("icefrog"))  # a range that nobody uses changes nothing
+
+
+class QuietFront(SettlingCurves):
+    """All but the last layers have hardly anything to learn."""
+
+    def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
+        return np.where(np.arange(self.num_layers) < self.num_layers - 2, 1e-4, 1.0)
+
+
+class NoisyCurves(SettlingCurves):
+    """A large gradient noise scale."""
+
+    def sqr_norm(self, progress: float) -> FloatArray:
+        return np.full(self.num_layers, 1e-5)
+
+
+def ranged(spec: JobSpec) -> JobSpec:
+    return spec.model_copy(update={"batch": BatchRule(min=256, max=1024)})
+
+
+def batch_of(report: ev.ProgressReported) -> str | None:
+    found = re.search(r"batch (\d+)", report.reason)
+    return found.group(1) if found else None
+
+
 def test_pairs_share_gpus_in_overload() -> None:
     result = run(workload(24, span_s=600.0, max_gpus=4), "icefrog", nodes=1)
     shared = {
@@ -230,7 +277,7 @@ SCRIPT = """
 import sys; sys.path.insert(0, {here!r})
 from pathlib import Path
 from worlds import workload
-from icefrog.profile import OccupancyParams
+from icefrog.profile import FloatArray, OccupancyParams
 from icefrog.simulate import SimSettings, icefrog_scenario, simulate
 from icefrog.testing.builders import cluster
 w, settings = workload(15), SimSettings(seed=3)

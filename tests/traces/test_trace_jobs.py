@@ -34,10 +34,13 @@ def check(spec: JobSpec, job: TraceJob, catalogue: Catalogue) -> None:
     assert spec.labels["class"] == gpu_time_class(job.gpu_s)
     assert gpu_time_class(job.gpu_s) in task.classes
     assert job.num_gpus in spec.gpus
+    assert spec.batch.options()[-1] <= max(task.batch.max, batch)
     for count in spec.gpus:
-        assert batch % count == 0
         assert count % task.gpus.unit == 0
-        assert task.local_batch.min <= batch // count <= task.local_batch.max * 4
+        assert any(
+            m % count == 0 and task.local_batch.min <= m // count <= task.local_batch.max * 4
+            for m in spec.batch.options()
+        )
     assert batch // job.num_gpus <= task.local_batch.max  # as logged, it runs without accumulation
     assert 5 <= spec.max_epochs <= 200
     assert not spec.share or (task.share and 1 in spec.gpus)

@@ -164,11 +164,17 @@ class TunerTable:
         return index, row, config.frozen_layers
 
     def choice(
-        self, cell: tuple[int, int, int], psi: FloatArray, progress: float, *, shared: bool = False
+        self,
+        cell: tuple[int, int, int],
+        psi: FloatArray,
+        progress: float,
+        *,
+        shared: bool = False,
+        sharing_speed: float = SHARE_SLOWDOWN,
     ) -> TunerChoice:
-        """The cell as a TunerChoice; ``progress`` is E alone on the GPU."""
+        """The cell as a TunerChoice; ``progress`` is E alone on the GPU, ``sharing_speed`` lambda of a sharer."""
         index, row, depth = cell
-        speed = SHARE_SLOWDOWN if shared else 1.0
+        speed = sharing_speed if shared else 1.0
         config = Config(
             num_gpus=self.rule.placements[index][0],
             batch_per_gpu=int(self.batch_per_gpu[index, row]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -41,7 +41,6 @@ class IceFrog:
     name: ClassVar[str] = "icefrog"
     source: ClassVar[str] = "IceFrog: layer-elastic jobs, IceShare (Eq. 15-18), solved exactly"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing(freezing="tuner")
 
     class Options(base.Options):
         """Knobs of ``icefrog``."""
@@ -52,12 +51,27 @@ class IceFrog:
         max_wait_s: float = Field(default=7200.0, gt=0, description="a job that waited longer is forced to run")
         min_run_s: float = Field(default=1800.0, ge=0, description="a forced job runs at least this long")
         share: bool = Field(default=True, description="let pairs of jobs share a GPU")
+        slowdown: float = Field(
+            default=0.9, gt=0.0, le=1.0, description="speed of a sharer that is reckoned with, 1 = alone"
+        )
+        penalty: Literal["tuner", "freezeout"] = Field(
+            default="tuner", description="freeze by the frozen penalty, or by the tuned FreezeOut schedule (ablation)"
+        )
+        batch: Literal["fixed", "elastic"] = Field(
+            default="fixed", description="elastic: the global batch moves within the job's range"
+        )
         min_gain: float = Field(
             default=0.2, ge=0, description="a running job's change must save this share of its remaining time"
         )
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @property
+    def pricing(self) -> Pricing:
+        """The Layer Tuner by default; the options of the paper's ablations change it."""
+        chosen = self.options
+        return Pricing(freezing=chosen.penalty, batch=chosen.batch, sharing_speed=chosen.slowdown)
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """One IceShare problem: build, solve, map back."""

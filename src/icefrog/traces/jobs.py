@@ -87,12 +87,13 @@ def _spec(
     rng = np.random.default_rng([seed, zlib.crc32(job.job_id.encode()), 3])
     workload = _pick(job, catalogue, rng)
     batch = _batch(workload, job, rng)
-    counts = gpu_counts(workload, job.num_gpus, batch, max_gpus)
+    rule = _batch_range(workload, batch)
+    counts = gpu_counts(workload, job.num_gpus, rule.options(), max_gpus)
     labels = {"class": gpu_time_class(job.gpu_s), **job_labels(job)}
     return JobSpec(
         name=job.job_id,
         gpus=counts,
-        batch=BatchRule(**{"global": batch}),
+        batch=rule,
         freeze=freeze,
         target=workload.task.target,
         max_epochs=epochs_for(workload, job.duration_s, job.num_gpus, batch, gpus_per_node),
@@ -149,10 +150,17 @@ def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
     return fitting[0] if fitting[0] > task.batch.max else fitting[-1]
 
 
-def gpu_counts(workload: Workload, request: int, batch: int, max_gpus: int | None) -> tuple[int, ...]:
+def _batch_range(workload: Workload, first: int) -> BatchRule:
+    """From the drawn batch, M0, to the task's largest: policies that keep the batch keep M0."""
+    largest = max(workload.task.batch.max, first)
+    return BatchRule(min=first, max=largest) if largest >= 2 * first else BatchRule(**{"global": first})
+
+
+def gpu_counts(workload: Workload, request: int, batches: tuple[int, ...], max_gpus: int | None) -> tuple[int, ...]:
     """A_k: the request's odd part times powers of two, in the task's range; the request is always among them.
 
-    Each divides the batch into local batches of at least the task's smallest, in at most ``MAX_ACCUM_STEPS`` micro-steps.
+    Each divides one of the batches into local batches of at least the task's smallest, in at most ``MAX_ACCUM_STEPS``
+    micro-steps. Counts that need more than the first batch are there for policies that move it.
     """
     task = workload.task
     odd = request // (request & -request)
@@ -164,7 +172,9 @@ def gpu_counts(workload: Workload, request: int, batch: int, max_gpus: int | Non
         if count == request
         or (
             count % task.gpus.unit == 0
-            and batch % count == 0
-            and task.local_batch.min <= batch // count <= task.local_batch.max * MAX_ACCUM_STEPS
+            and any(
+                batch % count == 0 and task.local_batch.min <= batch // count <= task.local_batch.max * MAX_ACCUM_STEPS
+                for batch in batches
+            )
         )
     )

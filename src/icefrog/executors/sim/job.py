@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from icefrog.estimate import occupancy
+from icefrog.estimate import freezeout, occupancy
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
@@ -50,7 +50,6 @@ class SimJob:
         self._rng = rng
         self._gpu_mem_bytes = gpu_mem_bytes
         self._num_layers = truth.profile.num_layers
-        self._moves_batch = len(truth.spec.batch.options()) > 1
         self._interval_samples = _interval_samples(truth, config)
         self.effective = 0.0
         self.counted = 0.0
@@ -73,8 +72,12 @@ class SimJob:
         self.rate = Rate()
         self._starts = 0
         self._since_s = 0.0  # the books are right at this time
-        self._speed: FloatArray = np.zeros(0)  # true samples/s by depth, alone
-        self._believed: FloatArray = np.zeros(0)  # the same by the estimates
+        self._ways: tuple[tuple[int, int], ...] = ()  # (m, k) that the grant allows
+        self._way = 0  # the one in force
+        self._batches: FloatArray = np.zeros(0)  # global batch of each, samples
+        self._speed: FloatArray = np.zeros((0, 0))  # true samples/s by way and depth, alone
+        self._believed: FloatArray = np.zeros((0, 0))  # the same by the estimates; 0: does not fit
+        self._schedule: freezeout.Schedule | None = None  # FreezeOut's, chosen when it is first granted
 
     @property
     def job_id(self) -> str:
@@ -108,12 +111,23 @@ class SimJob:
     def regrant(self, now_s: float, grant: Grant) -> None:
         """Take new bounds: the tuner runs, as at every re-allocation."""
         self.grant = grant
+        granted = (grant.batch_per_gpu, grant.accum_steps)
+        # A sharer fits beside its partner with the batch that was priced, so it does not move it.
+        moves = grant.elastic_batch and not grant.shared
+        batches = self.spec.batch.options() if moves else (grant.global_batch,)
+        table = self._table(((grant.num_gpus, grant.num_nodes),), batches)
+        ways = list(zip(table.batch_per_gpu[0].tolist(), table.accum_steps[0].tolist(), strict=True))
+        rows = [row for row, way in enumerate(ways) if way[0] > 0 and (moves or way == granted)]
+        believed = table.throughput[0, rows]
+        self._ways = tuple(ways[row] for row in rows)
+        if granted not in self._ways:
+            self._ways = (granted, *self._ways)
+            believed = np.vstack([np.zeros((1, self._num_layers)), believed])
+        self._way, self._believed = self._ways.index(granted), believed
+        m, k = (np.array(column)[:, None] for column in zip(*self._ways, strict=True))
         depths = np.arange(self._num_layers)
-        time_s = step_s(
-            self.truth.profile, grant.num_gpus, grant.num_nodes, grant.batch_per_gpu, depths, grant.accum_steps
-        )
-        self._speed = grant.global_batch / time_s
-        self._believed = self._believed_speed(grant)
+        self._batches = (grant.num_gpus * m * k)[:, 0]
+        self._speed = grant.num_gpus * m * k / step_s(self.truth.profile, grant.num_gpus, grant.num_nodes, m, depths, k)
         self.tune()
 
     def leave(self) -> None:
@@ -145,11 +159,11 @@ class SimJob:
     def set_rate(self, sharing: float) -> None:
         """Recompute the speeds; ``sharing``: true speed beside the present partner, 1.0 = alone. Call after advance."""
         assert self.grant is not None
-        samples = float(self._speed[self.frozen]) * sharing
+        samples = float(self._speed[self._way, self.frozen]) * sharing
         worth, believed = 1.0, 1.0
-        if self.grant.global_batch != self.spec.batch.initial:
-            worth = self._efficiency(self._true_v, self.truth.sqr_norm(self.progress))
-            believed = self._efficiency(self._seen_v, self._seen_g)
+        if self._batches[self._way] != self.spec.batch.initial:
+            worth = float(self._efficiency(self._true_v, self.truth.sqr_norm(self.progress))[self._way])
+            believed = float(self._efficiency(self._seen_v, self._seen_g)[self._way])
         self.rate = Rate(samples, samples * self._true_psi() * worth, samples * self.psi * believed)
 
     def next_event(self) -> tuple[float, bool]:
@@ -173,16 +187,38 @@ class SimJob:
     # -- the Layer Tuner ---------------------------------------------------------------------------------------------------
 
     def tune(self) -> None:
-        """argmax of E over the depths within the grant's bounds, at the granted batch, on what the job itself has seen."""
+        """argmax of E over the depths and batches that the grant allows, on what the job itself has seen."""
         assert self.grant is not None
         low, high = self._bounds(self.grant)
         psi = penalties(self.truth.estimate, self._seen_v)
-        depth, self.reason = low, "the grant leaves one depth"
-        if low < high:
-            depth, self.reason = self._best_depth(psi, low, high)
+        depth, way, self.reason = low, self._way, "the grant leaves one depth"
+        if self.grant.freezing == "freezeout":
+            low, high = self._scheduled(low, high)
+            depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self.total_samples:.0%}"
+        if low < high or (len(self._ways) > 1 and self._seen_g is not None):
+            depth, way, self.reason = self._best(psi, low, high)
+        self._way = way
         if depth != self.frozen:
             self._move_boundary(depth)
         self.psi = float(psi[depth]) if np.isfinite(psi[depth]) else 1.0
+
+    def _scheduled(self, low: int, high: int) -> tuple[int, int]:
+        """The one depth that the schedule leaves: it never opens a layer again."""
+        if self._schedule is None:
+            self._schedule = self._tuned_schedule()
+        depth = max(self._schedule.depth(self.counted / self.total_samples, self._num_layers), self.frozen, low)
+        depth = min(depth, high)
+        return depth, depth
+
+    def _tuned_schedule(self) -> freezeout.Schedule:
+        """The best at the job's request and first batch, on the curves of the run without freezing.
+
+        The world's own curves: more than any live system could know when a job starts. It favours the policies that use it.
+        """
+        table = self._table(((self.spec.requested_gpus, self.truth.request_nodes),), (self.spec.batch.initial,))
+        deepest = max_frozen_layers(self._num_layers, self.spec.freeze.max_fraction)
+        speed = table.throughput[0].max(axis=0, initial=0.0)[: deepest + 1]
+        return freezeout.choose(speed, lambda progress: self.truth.variance(progress, 0.0, 0))
 
     def _bounds(self, grant: Grant) -> tuple[int, int]:
         own = self.spec.freeze
@@ -191,34 +227,29 @@ class SimJob:
             high = min(high, grant.max_frozen_layers)
         return min(grant.min_frozen_layers, high), high
 
-    def _best_depth(self, psi: FloatArray, low: int, high: int) -> tuple[int, str]:
+    def _best(self, psi: FloatArray, low: int, high: int) -> tuple[int, int, str]:
+        """(depth, way) of the largest E; what is in force stays unless that gains more than the hysteresis."""
         if self._seen_v is None:
-            return low, "no gradient statistics yet"
-        progress = np.zeros(high + 1)
-        progress[low:] = self._believed[low : high + 1] * np.nan_to_num(psi[low : high + 1], nan=0.0)
-        best = int(progress.argmax())
+            return low, self._way, "no gradient statistics yet"
+        worth = np.nan_to_num(psi[low : high + 1], nan=0.0) if low < high else np.ones(1)
+        progress = self._believed[:, low : high + 1] * worth
+        if len(self._ways) > 1:
+            progress = progress * self._efficiency(self._seen_v, self._seen_g)[:, None]
+        best = divmod(int(progress.argmax()), progress.shape[1])
         if progress[best] <= 0.0:
-            return low, "no depth makes progress by the estimates"
-        held = min(self.frozen, high)
-        if 0.0 < progress[best] <= progress[held] * (1.0 + self._config.hysteresis):
+            return low, self._way, "no depth makes progress by the estimates"
+        held = self._way, min(max(self.frozen, low), high) - low
+        if progress[best] <= progress[held] * (1.0 + self._config.hysteresis):
             best = held
-        return best, f"{best} frozen: psi {psi[best]:.3f}, E {progress[best]:.4g} against {progress[low]:.4g} at {low}"
+        way, depth = best[0], best[1] + low
+        against = f"E {progress[best]:.4g} against {progress[way, 0]:.4g} at {low}"
+        batch = f", batch {self._batches[way]}" if len(self._ways) > 1 else ""
+        return depth, way, f"{depth} frozen{batch}: psi {np.nan_to_num(psi[depth], nan=1.0):.3f}, {against}"
 
-    def _believed_speed(self, grant: Grant) -> FloatArray:
-        """Samples/s by depth as the Layer Tuner tabulates them for the granted (a, m, k); 0 where memory forbids."""
-        deepest = self._num_layers - 1
-        rule = TunerRule(
-            ((grant.num_gpus, grant.num_nodes),),
-            (grant.global_batch,),
-            self.spec.batch.initial,
-            deepest,
-            self._gpu_mem_bytes,
-        )
-        table = TunerTable.of(self.truth.estimate, rule)
-        rows = np.flatnonzero(
-            (table.batch_per_gpu[0] == grant.batch_per_gpu) & (table.accum_steps[0] == grant.accum_steps)
-        )
-        return table.throughput[0, rows[0]] if rows.size else np.zeros(deepest + 1)
+    def _table(self, placements: tuple[tuple[int, int], ...], batches: tuple[int, ...]) -> TunerTable:
+        """Every way to run as the Layer Tuner tabulates it, on the estimates."""
+        rule = TunerRule(placements, batches, self.spec.batch.initial, self._num_layers - 1, self._gpu_mem_bytes)
+        return TunerTable.of(self.truth.estimate, rule)
 
     @property
     def progress(self) -> float:
@@ -246,7 +277,7 @@ class SimJob:
         if self._seen_v is not None:
             fresh[: self.frozen] = self._seen_v[: self.frozen]
         self._seen_v = fresh
-        if self._moves_batch:
+        if self.grant is not None and self.grant.elastic_batch:
             norm = self.truth.sqr_norm(self.progress)
             if self._seen_g is not None:
                 norm[: self.frozen] = self._seen_g[: self.frozen]
@@ -259,15 +290,15 @@ class SimJob:
         kept = float(self._true_v[self.frozen :].sum())
         return max(kept / (float(self._true_v[: self.frozen].sum()) + kept), _LEAST_PSI) if kept > 0.0 else _LEAST_PSI
 
-    def _efficiency(self, variance: FloatArray | None, sqr_norm: FloatArray | None) -> float:
-        """EFF(M) = (phi + M0) / (phi + M); 1 where phi is not known."""
-        assert self.grant is not None
-        first, now = self.spec.batch.initial, self.grant.global_batch
+    def _efficiency(self, variance: FloatArray | None, sqr_norm: FloatArray | None) -> FloatArray:
+        """EFF(M) = (phi + M0) / (phi + M) of every way; 1 where phi is not known."""
         if variance is None or sqr_norm is None:
-            return 1.0
+            return np.ones(len(self._batches))
         signal = float(sqr_norm.sum())
-        phi = float(variance.sum()) / signal if signal > 0 else np.inf
-        return 1.0 if np.isinf(phi) else (phi + first) / (phi + now)
+        if signal <= 0.0:
+            return np.ones(len(self._batches))
+        phi = float(variance.sum()) / signal
+        return np.asarray((phi + self.spec.batch.initial) / (phi + self._batches))
 
     def _next_boundary(self) -> float:
         return float((np.floor(self.samples / self._interval_samples + 1e-9) + 1.0) * self._interval_samples)
@@ -277,7 +308,8 @@ class SimJob:
     def report(self, now_s: float) -> ProgressReported:
         """The report of a tuning point. Statistics are sent where someone can use them: to freeze, or to move the batch."""
         assert self.grant is not None
-        useful = self.grant.max_frozen_layers != 0 or self._moves_batch
+        moves = self.grant.elastic_batch
+        useful = self.grant.max_frozen_layers != 0 or moves
         mem_bytes, util_pct = self.true_occupancy()
         return ProgressReported(
             time_s=now_s,
@@ -291,14 +323,14 @@ class SimJob:
             mem_bytes=round(mem_bytes, -6),
             util_pct=round(util_pct, 1),
             variance=_short(self._seen_v) if useful else None,
-            sqr_norm=_short(self._seen_g) if self._moves_batch else None,
+            sqr_norm=_short(self._seen_g) if moves else None,
             reason=self.reason,
         )
 
     def true_occupancy(self) -> tuple[float, float]:
         """(peak memory in bytes, utilisation in percent) on each of its GPUs as it runs now."""
         assert self.grant is not None
-        profile, m = self.truth.profile, self.grant.batch_per_gpu
+        profile, m = self.truth.profile, self._ways[self._way][0]
         return float(occupancy.mem_bytes(profile, m, self.frozen)), float(occupancy.util_pct(profile, m, self.frozen))
 
 

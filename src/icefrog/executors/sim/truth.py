@@ -57,6 +57,7 @@ class TrueJob:
     curves: Curves
     split: FloatArray  # factor on the catalogue's curves, shape (L,)
     total_samples: float  # P0
+    request_nodes: int = 1  # nodes that the requested GPUs spread over
 
     def variance(self, progress: float, frozen_since: float, frozen_layers: int) -> FloatArray:
         """True V by layer, shape (L,), where the boundary has been at ``frozen_layers`` since that progress."""

@@ -78,7 +78,7 @@ class World:
         )
         split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
         total = float(spec.max_epochs * profile.samples_per_epoch)
-        return TrueJob(spec, truth, estimate, curves, split, total)
+        return TrueJob(spec, truth, estimate, curves, split, total, _request_nodes(spec, self.cluster))
 
 
 def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile:
@@ -98,10 +98,14 @@ def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile
 
 def _as_logged(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> TunerTable:
     """The ways to run the job at its requested count and initial batch, nothing frozen."""
-    gpus = spec.requested_gpus
-    nodes = min_nodes(cluster, gpus) or -(-gpus // max(cluster.gpus_per_node))
-    rule = TunerRule(((gpus, nodes),), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
+    placement = (spec.requested_gpus, _request_nodes(spec, cluster))
+    rule = TunerRule((placement,), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
     return TunerTable.of(profile, rule)
+
+
+def _request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
+    gpus = spec.requested_gpus
+    return min_nodes(cluster, gpus) or -(-gpus // max(cluster.gpus_per_node))
 
 
 def _memory_margin(spec: JobSpec, truth: Profile, cluster: ClusterSpec) -> float:
