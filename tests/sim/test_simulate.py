@@ -145,7 +145,9 @@ def test_layers_freeze_and_open_again() -> None:
 
 
 def test_freezeout_freezes_by_its_schedule_and_never_opens() -> None:
-    quiet = {job_id: QuietFront(curve.num_layers) for job_id, curve in STANDARD.curves.items()}
+    quiet: dict[str, SettlingCurves] = {
+        job_id: QuietFront(curve.num_layers) for job_id, curve in STANDARD.curves.items()
+    }
     by_job: dict[str, list[int]] = {}
     for report in reports(run(replace(STANDARD, curves=quiet), "icefrog", options={"penalty": "freezeout"})):
         by_job.setdefault(report.job_id, []).append(report.frozen_layers)
@@ -155,7 +157,9 @@ def test_freezeout_freezes_by_its_schedule_and_never_opens() -> None:
 
 def test_the_batch_moves_only_where_job_and_policy_let_it() -> None:
     """A noise scale far above the batch makes a larger batch worth as much: it saves launches and synchronisation."""
-    noisy = {job_id: NoisyCurves(curve.num_layers) for job_id, curve in STANDARD.curves.items()}
+    noisy: dict[str, SettlingCurves] = {
+        job_id: NoisyCurves(curve.num_layers) for job_id, curve in STANDARD.curves.items()
+    }
     work = replace(STANDARD, specs=tuple(ranged(spec) for spec in STANDARD.specs), curves=noisy)
     fixed = run(work, "icefrog")
     moved = run(work, "icefrog", options={"batch": "elastic"})
