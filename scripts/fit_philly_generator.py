@@ -1,4 +1,4 @@
-"""Fits the generator behind ``synth:philly-120`` and writes src/icefrog/traces/philly_120.json.
+"""Fits the generator behind ``synth:philly-120`` and writes src/icefrog/traces/fitted/philly_120.json.
 
 Input: the Philly job table (timestamp,duration,num_gpus,gpu_time,cluster). Only fitted numbers are written: arrival
 density by quarter of an hour, probability of each GPU count, quantiles of ln(duration) for each GPU count.
@@ -19,7 +19,7 @@ import numpy as np
 from icefrog.traces import Trace, pool_days, read_trace
 
 ROOT = Path(__file__).parents[1]
-OUTPUT = ROOT / "src/icefrog/traces/philly_120.json"
+OUTPUT = ROOT / "src/icefrog/traces/fitted/philly_120.json"
 FIRST_HOUR, HOURS = 3, 4
 LARGEST_GPU_S = 1000 * 3600.0  # where the largest job class of the paper ends
 RARE = 100  # GPU counts seen less often share one table of durations
@@ -49,6 +49,7 @@ def fit(trace: Trace) -> dict[str, Any]:
         tables[table] = {"at": [float(a) for a in at], "ln_s": [round(float(v), 4) for v in values]}
     return {
         "schema": 1,
+        "about": "4 hours of a morning of Philly: 120 jobs",
         "source": "fitted to Microsoft Philly (Jeon et al., USENIX ATC 2019, CC-BY 4.0) by scripts/fit_philly_generator.py",
         "fitted_jobs": len(submit_s),
         "left_out_above_1000_gpu_hours": too_long,

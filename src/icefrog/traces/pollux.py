@@ -53,7 +53,7 @@ class Application:
 
 def applications() -> Mapping[str, Application]:
     """The measured applications by name."""
-    steps = _load("icefrog.traces", "pollux_iterations.json")["applications"]
+    steps = _load("icefrog.traces", "fitted/pollux_iterations.json")["applications"]
     fitted = _load("icefrog.workloads", "fitted_pollux.json")["applications"]
     return {
         name: Application(

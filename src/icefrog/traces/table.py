@@ -124,7 +124,8 @@ def shown(value: str, limit: int = 60) -> str:
 
 
 def _header(source: Source, header: Sequence[str]) -> Sequence[str]:
-    if twice := next((name for name in header if header.count(name) > 1), None):
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
         raise UserError(f"{source.path}, line 1: the column {twice!r} is given twice", "keep one of the two columns")
     return header
 
