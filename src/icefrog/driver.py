@@ -98,6 +98,7 @@ def run(
     clock: Clock,
     *,
     round_s: float,
+    first_round_s: float | None = None,
     inbox: Inbox | None = None,
     keep_going: Callable[[], bool] = lambda: True,
     on_turn: Callable[[Turn], None] = lambda turn: None,
@@ -114,7 +115,7 @@ def run(
     """
     executor.adopt(controller.state)
     _carry_out(controller.recover(), log, executor)
-    rounds = _Rounds(clock.now_s(), round_s)
+    rounds = _Rounds(clock.now_s() if first_round_s is None else first_round_s, round_s)
     idle_rounds = 0
     while keep_going():
         # 1. What happened. While no job is there no round is due, so that idle gaps cost nothing.
@@ -130,8 +131,8 @@ def run(
                     raise _stall(controller)
             clock.wait_until(horizon_s)
         now_s = clock.now_s()
-        if not busy:
-            rounds.skip_to(now_s)
+        if not busy or now_s < horizon_s:
+            rounds.skip_to(now_s)  # those before now were spared, or nobody was there
         events: list[ev.Event] = [*incoming, *polled]
         ticks = [ev.Tick(time_s=now_s)] if rounds.due(now_s, controller.round_needed_after(events)) else []
         events += ticks

@@ -33,6 +33,8 @@ class SimSettings:
     restart_s: float = 60.0
     event_driven: bool = True
     """Decide on arrivals and completions, too, and not only once a round."""
+    first_round_s: float = 0.0
+    """When the first round is due."""
     world: WorldConfig | None = None
     """Errors of the estimates, failures, ...; its seed and restart_s are replaced by the two above."""
     outages: Outages = field(default_factory=Outages)
@@ -167,7 +169,15 @@ def _drive(controller: Controller, world: SimWorld, log: LogWriter, settings: Si
     clock = VirtualClock()
     changes = settings.outages.changes(len(world.cluster.gpus_per_node), settings.seed)
     try:
-        run(controller, SimExecutor(world, clock, changes), log, clock, round_s=settings.round_s, on_turn=watch.turn)
+        run(
+            controller,
+            SimExecutor(world, clock, changes),
+            log,
+            clock,
+            round_s=settings.round_s,
+            first_round_s=settings.first_round_s,
+            on_turn=watch.turn,
+        )
     except StallError as stall:
         return str(stall)
     return ""
