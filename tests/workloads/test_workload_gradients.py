@@ -81,6 +81,37 @@ def test_frozen_layers_keep_their_value_and_the_rest_follows_the_measured_runs()
     assert np.array_equal(curves.variance(0.5, 10, 100, 0.5, 0.5), curves.variance(0.5, 10, 100))
 
 
+def per_parameter(own: list[float]) -> GradientCurves:
+    """S per parameter is 1 in the stem, 2 in the inner units, 4 in the head of a small network with a large stem."""
+    params = [0.4, *[0.05] * 8, 0.2]
+    density = np.array([1.0, *[2.0] * 8, 4.0])
+    share = density * params / (density @ params)
+    family = {
+        "gradients": "preconditioned",
+        "param_share": params,
+        "variance_share": [share.tolist()] * 11,
+        "sqr_share": [params] * 11,
+        "runs": [{"start": s, "depth": d, "ratio": [[1.0] * 10] * 11} for s in (0.25, 0.5) for d in (0.2, 0.5)],
+    }
+    totals = load_totals({"totals": [{"batch": 8, "variance": [3.0] * 11, "sqr_norm": [1.0] * 11}]})
+    return GradientCurves(totals, load_split(family), "test", np.array(own))
+
+
+@pytest.mark.parametrize("layers", [2, 3, 6, 40])
+def test_a_preconditioned_split_follows_the_parameters_of_the_model_itself(layers: int) -> None:
+    own = np.arange(1.0, layers + 1)
+    own /= own.sum()
+    density = np.array([1.0, *[2.0] * (layers - 2), 4.0])
+    value = per_parameter(own.tolist()).variance(0.3, layers, 8)
+    assert value == pytest.approx(3.0 * own * density / (own @ density))
+    assert per_parameter(own.tolist()).sqr_norm(0.3, layers, 8) == pytest.approx(own)
+
+
+def test_curves_of_a_model_know_its_number_of_layers() -> None:
+    with pytest.raises(ValueError, match="3 layers, not 4"):
+        per_parameter([0.2, 0.3, 0.5]).bind(4, 8)
+
+
 def test_own_totals_serve_every_batch() -> None:
     totals = own_totals({"total": [2.0] * 11, "noise_scale": [4.0] * 11, "batch": 64})
     for batch in (1, 64, 4096):

@@ -8,13 +8,14 @@ architectures), ``fitted_pollux.json`` and ``gradient_totals.json`` (fitted to p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -220,7 +221,7 @@ def _build(name: str, task: Task, files: Mapping[str, Any]) -> Workload:
         name=name,
         task=task,
         profile=profile,
-        curves=_curves(task, files, provenance.gradients),
+        curves=_curves(task, layers, files, provenance.gradients),
         parameters=counted["parameters"],
         forward_macs=counted["forward_macs"],
         sample=counted["sample"],
@@ -258,13 +259,16 @@ def _gradient_source(task: Task) -> str:
     return f"totals: Pollux {task.gradients.totals}; {split}"
 
 
-def _curves(task: Task, files: Mapping[str, Any], provenance: str) -> GradientCurves:
+def _curves(
+    task: Task, layers: Sequence[Mapping[str, Any]], files: Mapping[str, Any], provenance: str
+) -> GradientCurves:
     family = files["layer_split"]["families"][task.gradients.split]
     if task.gradients.totals is None:
         totals = own_totals(family)
     else:
         totals = load_totals(files["gradient_totals"]["applications"][task.gradients.totals])
-    return GradientCurves(totals, load_split(family), provenance)
+    weights = np.array([layer["param_bytes"] for layer in layers], dtype=np.float64)
+    return GradientCurves(totals, load_split(family), provenance, weights / weights.sum())
 
 
 def _powers(span: Range) -> list[int]:

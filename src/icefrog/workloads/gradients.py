@@ -1,7 +1,9 @@
 """Gradient statistics by training progress: whole-model totals times their split over layers. Pure numpy.
 
 Totals (S and |G|^2 by batch) are fitted to public measurements where they exist. The split over layers, and how freezing a
-prefix changes what remains, are measured on two small networks and stand for larger ones of the same kind: ``proxy``.
+prefix changes what remains, are measured on small networks and stand for larger ones of the same kind: ``proxy``. Raw
+variance is carried over unit by unit: the units of a CNN hold about the same whatever their parameters. Preconditioned
+variance is carried over *per parameter*: g^2 / v is about 1 for every element, frequent or rare.
 """
 
 from __future__ import annotations
@@ -37,25 +39,40 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Measured on a small network of U units at P points of progress; ``ratio`` at P points from freezing to the end."""
+    """Measured on a small network of U units at P points of progress; ``ratio`` at P points from freezing to the end.
+
+    With ``param_share``, S per parameter is carried over to other models; None: the share of each unit.
+    """
 
     variance_share: FloatArray  # (P, U), rows sum to 1
     sqr_share: FloatArray  # (P, U)
     starts: FloatArray  # (S,), progress at which freezing began
     depths: FloatArray  # (D,), share of units frozen
     ratio: FloatArray  # (S, D, P, U): S of a unit relative to the run without freezing; NaN where frozen
+    param_share: FloatArray | None = None  # (U,), sums to 1
 
 
 @dataclass(frozen=True)
 class GradientCurves:
-    """Statistics of one task for any number of layers and any batch."""
+    """Statistics of one task for any batch; for any number of layers where ``param_share`` is None.
+
+    ``param_share`` (L,) is how the task's own model spreads its parameters over its layers; used where the split is carried
+    over per parameter.
+    """
 
     totals: Totals
     split: LayerSplit
     provenance: str
+    param_share: FloatArray | None = None
 
     def bind(self, num_layers: int, batch: int) -> LayerCurves:
-        """The curves of one job."""
+        """The curves of one job.
+
+        Raises:
+            ValueError: the model is known to have another number of layers.
+        """
+        if self.param_share is not None and num_layers != len(self.param_share):
+            raise ValueError(f"the model has {len(self.param_share)} layers, not {num_layers}")
         return LayerCurves(self, num_layers, batch)
 
     def variance(
@@ -84,11 +101,18 @@ class LayerCurves:
 
     @cached_property
     def _variance_share(self) -> FloatArray:
-        return _spread(self.curves.split.variance_share, self.num_layers)
+        return self._spread(self.curves.split.variance_share)
 
     @cached_property
     def _sqr_share(self) -> FloatArray:
-        return _spread(self.curves.split.sqr_share, self.num_layers)
+        return self._spread(self.curves.split.sqr_share)
+
+    def _spread(self, share: FloatArray) -> FloatArray:
+        measured, own = self.curves.split.param_share, self.curves.param_share
+        if measured is None or own is None:
+            return _spread(share, self.num_layers)
+        weight = _stretch(share / measured, self.num_layers) * own
+        return np.asarray(weight / weight.sum(1, keepdims=True))
 
     @cached_property
     def _ratio(self) -> FloatArray:
@@ -156,6 +180,7 @@ def load_split(family: Mapping[str, Any]) -> LayerSplit:
         starts=np.array(starts),
         depths=np.array(depths),
         ratio=np.array([[runs[start, depth] for depth in depths] for start in starts]),
+        param_share=np.array(family["param_share"]) if family.get("gradients") == "preconditioned" else None,
     )
 
 
