@@ -15,6 +15,8 @@ from icefrog.policies.base import Options, Policy
 _POLICIES: Mapping[str, str] = {
     "fifo": "icefrog.policies.fifo:Fifo",
     "srtf": "icefrog.policies.srtf:Srtf",
+    "tiresias": "icefrog.policies.tiresias:Tiresias",
+    "optimus": "icefrog.policies.optimus:Optimus",
     "icefrog": "icefrog.policies.icefrog:IceFrog",
 }
 

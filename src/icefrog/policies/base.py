@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from icefrog.types import Candidate, Candidates, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, Candidates, JobView, Plan, Pricing, Snapshot
 
 
 class Options(BaseModel):
@@ -45,3 +45,11 @@ def exclusive(candidates: Candidates, job_id: str, num_gpus: int) -> Candidate |
         if not candidate.config.shared and candidate.config.num_gpus == num_gpus:
             return candidate
     return None
+
+
+def remaining_s(candidate: Candidate, job: JobView, now_s: float) -> float:
+    """Estimated time that the job still needs in that configuration, s: T_acc without the job's age."""
+    estimate = candidate.estimate
+    if estimate.remaining_s is not None:
+        return estimate.remaining_s
+    return max(estimate.tta_s - max(now_s - job.submit_s, 0.0), 0.0)

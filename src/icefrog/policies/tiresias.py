@@ -1,0 +1,326 @@
+"""Tiresias: priority by attained service in space and time, in discrete queues."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from icefrog.changes import free_gpus
+from icefrog.placement import FreeGpus
+from icefrog.policies import base
+from icefrog.policies.gittins import GittinsIndex
+from icefrog.policies.spreading import Spread
+from icefrog.types import Candidate, Candidates, GpuId, JobView, Json, Plan, Pricing, Snapshot
+
+PHILLY_SERVICES_GPU_H = (
+    0.00778, 0.0125, 0.0147, 0.0164, 0.0175, 0.0183, 0.0192, 0.0203, 0.0219, 0.0281, 0.0414, 0.0547, 0.0739, 0.0953,
+    0.139, 0.161, 0.19, 0.23, 0.262, 0.307, 0.354, 0.403, 0.431, 0.489, 0.54, 0.581, 0.654, 0.699, 0.733, 0.78, 0.97,
+    1.12, 1.42, 1.6, 2.08, 2.95, 4.45, 10.7, 31.2, 210.0,
+)  # fmt: skip
+"""GPU-hours of the 82,247 jobs of the Philly log (ATC'19, CC-BY 4.0): 40 quantiles at (i + 1/2) / 40."""
+
+_S_PER_H = 3600.0
+_WAITS = "waits: jobs with less attained service, or earlier in its queue, hold the GPUs it needs"
+
+
+def _numbers(value: object) -> object:
+    """``1,4,16`` as the command line gives it."""
+    return tuple(part for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
+
+
+class Tiresias:
+    """Jobs run at the GPU count they asked for; those with the least attained service (GPUs x time) first (2D-LAS).
+
+    Service is made discrete: queue i holds the jobs whose attained service is below the i-th threshold. Queues are served in
+    order, and within a queue jobs in order of their coming (or, with ``index=gittins``, by falling Gittins index over the
+    quantum that is left of the queue: 2D-Gittins, for which the distribution of total service must be known). A job that is
+    not reached leaves its GPUs. Starvation: a job that has waited ``promote`` times as long as it ran goes back to the first
+    queue, what it attained before being forgiven.
+
+    Placement: ``packed`` keeps a job within a node where it fits in one; ``spread`` takes GPUs from the emptiest nodes, as
+    the Pollux artifact's version does.
+    """
+
+    name: ClassVar[str] = "tiresias"
+    source: ClassVar[str] = "Tiresias (Gu et al., NSDI'19): discretised 2D-LAS, 2D-Gittins"
+    oracle: ClassVar[bool] = False
+    pricing: ClassVar[Pricing] = Pricing()
+
+    class Options(base.Options):
+        """Knobs of ``tiresias``."""
+
+        thresholds_gpu_h: Numbers = Field(
+            default=(16.0,), description="GPU-hours at which a job goes on to the next queue, ascending: 16 or 1,4,16"
+        )
+        index: Literal["las", "gittins"] = Field(
+            default="las", description="order within a queue: las (arrival), gittins"
+        )
+        services_gpu_h: Numbers = Field(
+            default=PHILLY_SERVICES_GPU_H,
+            description="sample of jobs' total GPU-hours, for gittins",
+            min_length=1,
+        )
+        promote: float = Field(
+            default=math.inf,
+            gt=0,
+            description="PROMOTEKNOB: back to the first queue after waiting so many times its run",
+        )
+        placement: Literal["packed", "spread"] = Field(default="packed", description="where jobs go: packed, spread")
+
+        @field_validator("thresholds_gpu_h", "services_gpu_h")
+        @classmethod
+        def _positive(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+            if not all(0 < value < math.inf for value in values):
+                raise ValueError("positive numbers are needed")
+            return values
+
+        @field_validator("thresholds_gpu_h")
+        @classmethod
+        def _ascending(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+            if list(values) != sorted(set(values)):
+                raise ValueError("ascending numbers are needed")
+            return values
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._thresholds = tuple(hours * _S_PER_H for hours in options.thresholds_gpu_h)
+        self._gittins = GittinsIndex([hours * _S_PER_H for hours in options.services_gpu_h])
+
+    def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
+        """Update the queues, then serve them in order."""
+        queues = _Queues.of(snapshot.memory, len(self._thresholds))
+        self._promote(queues, snapshot)
+        self._demote(queues, snapshot)
+        order = [self._sorted(level, jobs, queues, snapshot.now_s) for level, jobs in enumerate(queues.jobs(snapshot))]
+        serving = _Serving.of([job for jobs in order for job in jobs], snapshot, candidates)
+        if self.options.placement == "spread":
+            serving.spread(snapshot)
+        else:
+            serving.pack(snapshot, candidates)
+        reasons = dict.fromkeys(serving.preempted, _WAITS)
+        for job_id in serving.choices:
+            reasons[job_id] = f"its turn in queue {queues.level(job_id) + 1} of {len(queues.later) + 1}"
+        return Plan(
+            serving.choices,
+            reasons=reasons,
+            keeps=True,
+            preempted=serving.preempted,
+            waiting_reason=_WAITS,
+            gpus=serving.gpus,
+            memory=queues.memory(),
+            stands_until_s=self._stands_until_s(snapshot, queues, serving.running),
+        )
+
+    # -- the queues --------------------------------------------------------------------------------------------------------
+
+    def _demote(self, queues: _Queues, snapshot: Snapshot) -> None:
+        """Whoever has reached a threshold goes to the end of a later queue; in the order of the queues."""
+        now_s = snapshot.now_s
+        lowest = self._thresholds[0]
+        due: list[tuple[int, JobView]] = []
+        for job in snapshot.jobs:
+            if job.holding_since_s is None and job.attained_gpu_s < lowest:
+                continue
+            level = bisect_right(self._thresholds, queues.service(job, now_s))
+            if level > queues.level(job.job_id):
+                due.append((level, job))
+        if not due:
+            return
+        place = {job.job_id: at for at, job in enumerate(job for jobs in queues.jobs(snapshot) for job in jobs)}
+        for level, job in sorted(due, key=lambda one: place[one[1].job_id]):
+            queues.move(job.job_id, level)
+
+    def _promote(self, queues: _Queues, snapshot: Snapshot) -> None:
+        if math.isinf(self.options.promote):
+            return
+        for jobs in queues.jobs(snapshot)[1:]:
+            for job in jobs:
+                if snapshot.now_s >= self._promoted_s(job, queues, snapshot.now_s):
+                    queues.forgive(job, snapshot.now_s)
+
+    def _promoted_s(self, job: JobView, queues: _Queues, now_s: float) -> float:
+        """When a job of a later queue will have waited too long; infinite while it runs."""
+        if job.running or job.waiting_since_s is None:
+            return math.inf
+        return job.waiting_since_s + self.options.promote * queues.service(job, now_s) / job.spec.requested_gpus
+
+    def _sorted(self, level: int, jobs: list[JobView], queues: _Queues, now_s: float) -> list[JobView]:
+        if self.options.index == "las":
+            return jobs
+        end = self._thresholds[level] if level < len(self._thresholds) else math.inf
+
+        def index(job: JobView) -> float:
+            service = queues.service(job, now_s)
+            return self._gittins(service, end - service)
+
+        return sorted(jobs, key=index, reverse=True)
+
+    def _stands_until_s(self, snapshot: Snapshot, queues: _Queues, running: Sequence[JobView]) -> float:
+        """Until a running job reaches its next threshold, or a waiting one the end of its patience."""
+        if self.options.index == "gittins":
+            return 0.0  # indices change all the time
+        now_s, times = snapshot.now_s, [math.inf]
+        for job in running:
+            level = queues.level(job.job_id)
+            if level < len(self._thresholds):
+                left = self._thresholds[level] - queues.service(job, now_s)
+                times.append(now_s + left / job.spec.requested_gpus)
+        if not math.isinf(self.options.promote):
+            times += [self._promoted_s(job, queues, now_s) for jobs in queues.jobs(snapshot)[1:] for job in jobs]
+        return min(times)
+
+
+@dataclass(slots=True)
+class _Serving:
+    """A decision in the making; lists are in the order of the queues."""
+
+    rank: dict[str, int]  # by job: its place in that order
+    kept: list[JobView] = field(default_factory=list)  # go on where they are
+    starting: list[tuple[JobView, Candidate]] = field(default_factory=list)
+    leaving: list[JobView] = field(default_factory=list)  # run, and cannot go on as they are
+    choices: dict[str, Candidate] = field(default_factory=dict)
+    gpus: dict[str, tuple[GpuId, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, order: Sequence[JobView], snapshot: Snapshot, candidates: Candidates) -> _Serving:
+        """By counts alone: whoever's request fits in what those before leave of the cluster runs."""
+        serving = cls({job.job_id: at for at, job in enumerate(order)})
+        left = snapshot.num_gpus
+        for job in order:
+            wanted = job.spec.requested_gpus
+            if job.running and job.num_gpus == wanted and not job.shared and wanted <= left:
+                serving.kept.append(job)
+                left -= wanted
+                continue
+            if job.running:
+                serving.leaving.append(job)
+            candidate = base.exclusive(candidates, job.job_id, wanted) if 0 < wanted <= left else None
+            if candidate is not None:
+                serving.starting.append((job, candidate))
+                left -= wanted
+        return serving
+
+    @property
+    def preempted(self) -> frozenset[str]:
+        """Running jobs that get nothing."""
+        return frozenset(job.job_id for job in self.leaving if job.job_id not in self.choices)
+
+    @property
+    def running(self) -> list[JobView]:
+        """All that run by this plan at the count they asked for."""
+        return [*self.kept, *(job for job, _ in self.starting if job.job_id in self.choices)]
+
+    def spread(self, snapshot: Snapshot) -> None:
+        """Places on the emptiest nodes."""
+        if self.starting:
+            places = Spread(snapshot.node_gpus, [job.gpus for job in self.kept])
+            for job, candidate in self.starting:
+                self._settle(job, candidate, places.take(candidate.config.num_gpus))
+
+    def pack(self, snapshot: Snapshot, candidates: Candidates) -> None:
+        """Places that lie together. Where there is none, jobs later in the order make room: they move, or leave."""
+        if not self.starting:
+            return
+        free = free_gpus(snapshot)
+        for gpus in {job.gpus for job in self.leaving}:
+            free.release(gpus)
+        displaced: list[JobView] = []
+        for job, candidate in self.starting:
+            found = free.find(candidate.config.num_gpus) or self._make_room(
+                job, candidate.config.num_gpus, free, displaced
+            )
+            if self._settle(job, candidate, found):
+                free.hold(self.gpus[job.job_id])
+        for job in displaced:
+            moved = base.exclusive(candidates, job.job_id, job.num_gpus)
+            if moved is not None and self._settle(job, moved, free.find(job.num_gpus)):
+                free.hold(self.gpus[job.job_id])
+        self.leaving += displaced
+
+    def _settle(self, job: JobView, candidate: Candidate, gpus: tuple[GpuId, ...] | None) -> bool:
+        if gpus is None:
+            return False
+        self.choices[job.job_id], self.gpus[job.job_id] = candidate, gpus
+        return True
+
+    def _make_room(
+        self, job: JobView, num_gpus: int, free: FreeGpus, displaced: list[JobView]
+    ) -> tuple[GpuId, ...] | None:
+        """Let jobs go, the last first, until there is a place; who was not in the way stays."""
+        gone: list[JobView] = []
+        found: tuple[GpuId, ...] | None = None
+        while found is None and self.kept and self.rank[self.kept[-1].job_id] > self.rank[job.job_id]:
+            gone.append(self.kept.pop())
+            free.release(gone[-1].gpus)
+            found = free.find(num_gpus)
+        wanted = set(found or ())
+        for other in reversed(gone):
+            if wanted.isdisjoint(other.gpus):
+                self.kept.append(other)
+                free.hold(other.gpus)
+            else:
+                displaced.append(other)
+        return found
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Who stands where. The first queue is implicit: whoever is in no later one, in order of coming."""
+
+    later: list[list[str]]
+    """Job ids of the second queue, the third, ... A job that has left the system is struck out when the lists change."""
+    forgiven: dict[str, tuple[float, float]]
+    """Promoted jobs: (when it came back to the first queue, s; service attained before, GPU-seconds)."""
+    levels: dict[str, int]
+    changed: bool = False
+
+    @classmethod
+    def of(cls, memory: Json, num_thresholds: int) -> _Queues:
+        """From what a plan remembered; of another policy or another number of queues, nothing is known."""
+        found: Mapping[str, Any] = memory if isinstance(memory, dict) else {}
+        later = [list(queue) for queue in found.get("later", ())]
+        if len(later) != num_thresholds:
+            later = [[] for _ in range(num_thresholds)]
+        forgiven = {job_id: (float(at), float(past)) for job_id, (at, past) in found.get("forgiven", {}).items()}
+        return cls(later, forgiven, {job_id: level for level, queue in enumerate(later, 1) for job_id in queue})
+
+    def memory(self) -> Json:
+        """For the plan."""
+        return {"later": self.later, "forgiven": {job_id: list(entry) for job_id, entry in self.forgiven.items()}}
+
+    def level(self, job_id: str) -> int:
+        """Its queue, from 0."""
+        return self.levels.get(job_id, 0)
+
+    def service(self, job: JobView, now_s: float) -> float:
+        """Attained service that counts, GPU-seconds."""
+        attained = job.attained_service_s(now_s)
+        return attained - self.forgiven[job.job_id][1] if job.job_id in self.forgiven else attained
+
+    def jobs(self, snapshot: Snapshot) -> list[list[JobView]]:
+        """The jobs of every queue, in order."""
+        first = [job for job in snapshot.jobs if job.job_id not in self.levels] if self.levels else list(snapshot.jobs)
+        if self.forgiven:
+            first.sort(key=lambda job: self.forgiven.get(job.job_id, (job.submit_s,))[0])
+        known = snapshot.views.by_id
+        return [first, *([known[job_id] for job_id in queue if job_id in known] for queue in self.later)]
+
+    def move(self, job_id: str, level: int) -> None:
+        """To the end of a later queue."""
+        if job_id in self.levels:
+            self.later[self.levels[job_id] - 1].remove(job_id)
+        self.later[level - 1].append(job_id)
+        self.levels[job_id] = level
+
+    def forgive(self, job: JobView, now_s: float) -> None:
+        """Back to the end of the first queue."""
+        self.later[self.levels.pop(job.job_id) - 1].remove(job.job_id)
+        self.forgiven[job.job_id] = (now_s, job.attained_service_s(now_s))
