@@ -116,6 +116,9 @@ class JobSpec(_Frozen):
     target: Target | None = None
     max_epochs: Count = Field(description="P0 = max_epochs x samples per epoch")
     weight: Number = Field(default=1.0, gt=0)
+    deadline_s: Number | None = Field(
+        default=None, gt=0, description="when the job should be done, s after its submission; for deadline-aware policies"
+    )
     share: bool = Field(default=False, description="may share one GPU with one other job")
     checkpoint: Text | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
     env: dict[Text, Text] = Field(default_factory=dict)

@@ -262,7 +262,7 @@ def test_a_stall_names_the_job():
 
 def test_policies_are_made_by_name_with_checked_options():
     assert {"fifo", "srtf", "icefrog"} <= set(policy_names())
-    assert make_policy("fifo", {"backfill": "true"}).options.backfill is True
+    assert make_policy("fifo", {"backfill": "true"}).options.backfill == "aggressive"
     with pytest.raises(UserError, match="no policy is called 'fido'") as error:
         make_policy("fido")
     assert "did you mean 'fifo'" in error.value.hint

@@ -15,8 +15,11 @@ from icefrog.policies.base import Options, Policy
 _POLICIES: Mapping[str, str] = {
     "fifo": "icefrog.policies.fifo:Fifo",
     "srtf": "icefrog.policies.srtf:Srtf",
+    "sjf": "icefrog.policies.sjf:Sjf",
+    "edf": "icefrog.policies.edf:Edf",
     "tiresias": "icefrog.policies.tiresias:Tiresias",
     "optimus": "icefrog.policies.optimus:Optimus",
+    "pollux": "icefrog.policies.pollux:Pollux",
     "icefrog": "icefrog.policies.icefrog:IceFrog",
 }
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from icefrog.policies import base
-from icefrog.types import Candidate, Candidates, Plan, Pricing, Snapshot
+from icefrog.policies.rigid import Words, admit
+from icefrog.types import Candidates, Plan, Pricing, Snapshot
+
+_WORDS = Words(runs="little time left", waits="jobs with less time left come first")
 
 
 class Srtf:
     """The job with the least true service time left runs first, at the GPU count it asked for; longer ones are preempted.
 
-    An oracle: it reads the logged durations, which no real scheduler knows. Ties go to the earlier submission.
+    Jobs that do not fit in what shorter ones leave are passed by longer ones. An oracle: it reads the logged durations,
+    which no real scheduler knows. Ties go to the earlier submission.
     """
 
     name: ClassVar[str] = "srtf"
@@ -26,21 +30,9 @@ class Srtf:
         self.options = options
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
-        """Admit in order of true remaining service time, skipping jobs that do not fit in what is left."""
+        """Admit in order of true remaining service time."""
         remaining = snapshot.oracle_remaining_s or {}
-        order = sorted(snapshot.jobs, key=lambda job: (remaining.get(job.job_id, 0.0), job.submit_s, job.job_id))
-        free = snapshot.num_gpus
-        choices: dict[str, Candidate] = {}
-        reasons: dict[str, str] = {}
-        for rank, job in enumerate(order):
-            wanted = job.spec.requested_gpus
-            candidate = base.exclusive(candidates, job.job_id, wanted)
-            if candidate is None:
-                reasons[job.job_id] = f"no {wanted} GPUs can be had together"
-            elif wanted > free:
-                reasons[job.job_id] = f"{rank} jobs have less time left; needs {wanted} GPUs, {free} are left over"
-            else:
-                free -= wanted
-                choices[job.job_id] = candidate
-                reasons[job.job_id] = f"no. {rank + 1} by remaining time: runs on the {wanted} GPUs it asked for"
-        return Plan(choices=choices, reasons=reasons)
+        jobs = snapshot.jobs if snapshot.views.waiting else ()
+        order = sorted(jobs, key=lambda job: (remaining.get(job.job_id, 0.0), job.submit_s))
+        # The plan stands: those that run only come further forward in the order, and still leave no room for others.
+        return admit(snapshot, candidates, order, _WORDS).plan()

@@ -12,6 +12,7 @@ A new policy is one line in a test file::
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from icefrog.candidates import candidates
+from icefrog.changes import place_changes
 from icefrog.controller import verify
 from icefrog.placement import place
 from icefrog.policies.base import Policy
@@ -47,6 +49,7 @@ class Case:
 
     snapshot: Snapshot
     barred: frozenset[str]
+    ran_s: float = 0.0  # for how long the jobs that run have run since true remaining times were last told
 
     def of(self, policy: Policy) -> tuple[Snapshot, Mapping[str, tuple[Candidate, ...]]]:
         """What the controller would hand to ``policy``: oracles are told remaining times, others are not."""
@@ -65,7 +68,13 @@ class Case:
         if not oracle:
             return self.snapshot
         remaining = {job.job_id: 100.0 + 37.0 * (len(job.job_id) + job.submit_s % 11) for job in self.snapshot.jobs}
+        for job in self.snapshot.views.running:
+            remaining[job.job_id] = max(remaining[job.job_id] - self.ran_s, 0.0)
         return replace(self.snapshot, oracle_remaining_s=MappingProxyType(remaining))
+
+    def later(self, now_s: float) -> Case:
+        """The same situation at another time: nothing has happened, except that the jobs that run have run."""
+        return Case(replace(self.snapshot, now_s=now_s), self.barred, now_s - self.snapshot.now_s)
 
 
 # --- situations --------------------------------------------------------------------------------------------------------
@@ -150,15 +159,16 @@ def _let_run(
         shared = [c for c in offered if c.config.shared]
         alone = [c for c in offered if not c.config.shared and c.config.num_gpus <= len(free)]
         if how == "share" and shared and half is not None:
-            jobs[half[0]] = _running(jobs[half[0]], _shared_config(jobs[half[0]], spec, now_s), (half[1],))
-            jobs.append(_running(view, shared[0].config, (half[1],)))
+            jobs[half[0]] = _running(jobs[half[0]], _shared_config(jobs[half[0]], spec, now_s), (half[1],), now_s)
+            jobs.append(_running(view, shared[0].config, (half[1],), now_s))
             half = None
         elif how == "share" and shared and half is None and free:
             jobs.append(view)
             half = (len(jobs) - 1, free.pop(0))
         elif how == "run" and alone:
             config = draw(st.sampled_from(alone)).config
-            jobs.append(_running(view, config, tuple(free[: config.num_gpus])))
+            since_s = max(now_s - draw(st.sampled_from([0.0, 250.0, 4000.0])), view.submit_s)
+            jobs.append(_running(view, config, tuple(free[: config.num_gpus]), since_s))
             del free[: config.num_gpus]
         else:
             jobs.append(view)
@@ -169,23 +179,52 @@ def _shared_config(view: JobView, spec: ClusterSpec, now_s: float) -> Config:
     return next(c.config for c in candidates(view, spec, now_s) if c.config.shared)
 
 
-def _running(view: JobView, config: Config, gpus: tuple[GpuId, ...]) -> JobView:
-    return replace(view, gpus=gpus, shared=config.shared, running=True, config=config, waiting_since_s=None)
+def _running(view: JobView, config: Config, gpus: tuple[GpuId, ...], since_s: float) -> JobView:
+    has: dict[str, Any] = {"gpus": gpus, "shared": config.shared, "running": True, "config": config}
+    return replace(view, **has, holding_since_s=since_s, waiting_since_s=None)
 
 
 def after(case: Case, policy: Policy, plan: Plan) -> Case:
     """The situation right after ``plan`` was carried out, no time having passed."""
     snapshot = case.snapshot
-    allocation = plan.gpus if plan.gpus is not None else place(snapshot, plan).allocation
     jobs = []
-    for job in snapshot.jobs:
-        if job.job_id in allocation:
-            jobs.append(_running(job, plan.choices[job.job_id].config, allocation[job.job_id]))
+    for job, gpus in zip(snapshot.jobs, _allocation(snapshot, plan), strict=True):
+        choice = plan.choices.get(job.job_id)
+        if choice is not None:
+            stays = job.running and (gpus, choice.config.num_gpus) == (job.gpus, len(job.gpus))
+            attained_gpu_s = job.attained_service_s(snapshot.now_s)
+            jobs.append(replace(_running(job, choice.config, gpus, snapshot.now_s), attained_gpu_s=attained_gpu_s))
+            if stays and choice.config.shared == job.shared:
+                jobs[-1] = _running(job, choice.config, gpus, job.holding_since_s or snapshot.now_s)
+        elif gpus:
+            jobs.append(job)
         else:
             since_s = job.waiting_since_s if job.waiting_since_s is not None else snapshot.now_s
             idle: dict[str, Any] = {"gpus": (), "shared": False, "running": False, "config": None}
+            idle |= {"attained_gpu_s": job.attained_service_s(snapshot.now_s), "holding_since_s": None}
             jobs.append(replace(job, waiting_since_s=since_s, **idle))
     return Case(replace(snapshot, jobs=tuple(jobs), memory=plan.memory), case.barred)
+
+
+def _allocation(snapshot: Snapshot, plan: Plan) -> list[tuple[GpuId, ...]]:
+    """What each job of the snapshot holds under the plan, in its order."""
+    named = plan.gpus
+    if named is None:
+        named = (place_changes if plan.keeps else place)(snapshot, plan).allocation
+    kept = {job.job_id: job.gpus for job in snapshot.views.running if plan.keeps and job.job_id not in plan.preempted}
+    return [named.get(job.job_id, kept.get(job.job_id, ())) for job in snapshot.jobs]
+
+
+def running(snapshot: Snapshot, plan: Plan) -> set[str]:
+    """The jobs that have GPUs under the plan."""
+    return {job.job_id for job, gpus in zip(snapshot.jobs, _allocation(snapshot, plan), strict=True) if gpus}
+
+
+def reason(snapshot: Snapshot, plan: Plan, job_id: str) -> str:
+    """What the job is told; of one that keeps what it has, whatever it was told before."""
+    if plan.keeps and job_id in running(snapshot, plan) - plan.choices.keys():
+        return plan.reasons.get(job_id, "told before")
+    return plan.reasons.get(job_id, plan.waiting_reason)
 
 
 # --- the contract ------------------------------------------------------------------------------------------------------
@@ -228,9 +267,9 @@ class PolicyContract:
         """A reason in words for every unfinished job, and for no other."""
         policy = make()
         snapshot, options = case.of(policy)
-        reasons = policy.decide(snapshot, options).reasons
-        assert set(reasons) == {job.job_id for job in snapshot.jobs}
-        assert all(len(reason.split()) > 1 for reason in reasons.values())
+        plan = policy.decide(snapshot, options)
+        assert set(plan.reasons) <= {job.job_id for job in snapshot.jobs}
+        assert all(len(reason(snapshot, plan, job.job_id).split()) > 1 for job in snapshot.jobs)
 
     @given(case=cases())
     @CONTRACT
@@ -243,6 +282,21 @@ class PolicyContract:
         assert memory == plan.memory
         later = replace(after(case, policy, plan).told(policy.oracle), memory=memory)
         verify(policy.decide(later, options), later, options)
+
+    @given(case=cases(), passed_s=st.sampled_from([0.0, 1.0, 299.0, 3600.0, 1e5]))
+    @CONTRACT
+    def test_its_plans_stand_as_long_as_they_say(self, make: Make, case: Case, passed_s: float) -> None:
+        """Before ``Plan.stands_until_s``, with the plan carried out and nothing happening, it changes nothing."""
+        policy = make()
+        plan = policy.decide(*case.of(policy))
+        now_s = min(case.snapshot.now_s + passed_s, math.nextafter(plan.stands_until_s, -math.inf))
+        if now_s < case.snapshot.now_s:
+            return
+        carried_out = after(case, policy, plan)
+        then = carried_out.later(now_s)
+        again = after(then, policy, policy.decide(*then.of(policy)))
+        before, now = ({j.job_id: (j.gpus, j.config) for j in c.snapshot.jobs} for c in (carried_out, again))
+        assert now == before
 
     @given(case=cases())
     @CONTRACT
@@ -273,7 +327,7 @@ class PolicyContract:
         offered = {c.config.num_gpus for c in options[job.job_id] if not c.config.shared}
         offered = {num_gpus for num_gpus in offered if num_gpus <= snapshot.num_gpus}
         plan = policy.decide(snapshot, options)
-        assert (job.job_id in plan.choices) or job.spec.requested_gpus not in offered
+        assert running(snapshot, plan) or job.spec.requested_gpus not in offered
 
     @given(case=cases(max_jobs=16, min_jobs=16))
     @CONTRACT
@@ -285,7 +339,9 @@ class PolicyContract:
         verify(plan, snapshot, options)
         wanted = {job.job_id: job.spec.requested_gpus for job in snapshot.jobs}
         fitting = any(c.config.num_gpus == wanted[j] for j in wanted for c in options[j])
-        assert plan.choices or not fitting or snapshot.down  # a strict queue may wait for a node to come back
+        assert (
+            running(snapshot, plan) or not fitting or snapshot.down
+        )  # a strict queue may wait for a node to come back
 
     def test_a_job_larger_than_the_cluster(self, make: Make) -> None:
         """It waits with a reason and blocks nobody who comes later."""
@@ -298,7 +354,7 @@ class PolicyContract:
         snapshot = Snapshot(10.0, spec, jobs, oracle_remaining_s={"huge": 1.0, "small": 2.0} if policy.oracle else None)
         plan = policy.decide(snapshot, options)
         assert set(plan.choices) == {"small"}
-        assert plan.reasons["huge"]
+        assert reason(snapshot, plan, "huge")
 
 
 def _new(spec: JobSpec, submit_s: float) -> JobView:
