@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_logs import CLUSTER, Log, generate
 
 from icefrog.report import RunRecord, fold, gantt, plots, summarise, summary_document
-from icefrog.report.html import _script_json, render
+from icefrog.report.html import script_json, render
 from icefrog.spec import ClusterSpec, Target
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\u2028"
@@ -116,7 +116,7 @@ def test_labels_and_reasons_are_text() -> None:
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_json_in_a_script_survives(value: object) -> None:
-    dumped = _script_json(value)
+    dumped = script_json(value)
     assert not set("<>&\u2028\u2029") & set(dumped)
     assert json.loads(dumped) == value
 

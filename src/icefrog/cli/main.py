@@ -16,6 +16,7 @@ from icefrog.errors import UserError
 
 _COMMANDS: Mapping[str, str] = {
     "simulate": "icefrog.cli.simulation:simulate",
+    "experiment": "icefrog.cli.experiment:experiment",
     "solve": "icefrog.cli.simulation:solve",
     "report": "icefrog.cli.simulation:report",
     "trace": "icefrog.cli.trace:trace",

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 from icefrog.errors import UserError
 from icefrog.experiment.cells import Cell
+from icefrog.experiment.digest import program_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Inline:
     def run(self, cells: Sequence[Cell]) -> Outcomes:
         """See :class:`Backend`."""
         for index, cell in enumerate(cells):
-            yield compute(index, cell)
+            yield compute(index, cell, program_digest())
 
 
 class Processes:
@@ -94,7 +95,7 @@ class Processes:
             while waiting or running:
                 while waiting and len(running) < workers:
                     index = waiting.pop()
-                    running[pool.submit(compute, index, cells[index])] = index
+                    running[pool.submit(compute, index, cells[index], program_digest())] = index
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     outcome = future.result()
@@ -123,10 +124,15 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def compute(index: int, cell: Cell) -> Outcome:
-    """Run a cell; whatever it raises becomes its outcome, so that one bad cell does not end a sweep."""
+def compute(index: int, cell: Cell, program: str) -> Outcome:
+    """Run a cell; whatever it raises becomes its outcome, so that one bad cell does not end a sweep.
+
+    ``program``: :func:`program_digest` where the cell was planned. Another program here would give results a false name.
+    """
     from icefrog.experiment.cell_run import run_cell
 
+    if program_digest() != program:
+        return Outcome(index, None, "IceFrog is another version where this cell is computed, or was changed meanwhile")
     try:
         return Outcome(index, run_cell(cell))
     except UserError as error:

@@ -50,12 +50,12 @@ def render(runs: Mapping[str, RunRecord], meta: Mapping[str, Any]) -> str:
         caveats=comparison.caveats(rows),
         policies=list(runs),
         jobs=sum(len(run.jobs) for run in runs.values()),
-        data=_script_json({"shared": _shared(runs), "runs": {p: _one(run) for p, run in runs.items()}}),
+        data=script_json({"shared": _shared(runs), "runs": {p: _one(run) for p, run in runs.items()}}),
         plotly=Markup(get_plotlyjs()),
     )
 
 
-def _script_json(value: Any) -> Markup:
+def script_json(value: Any) -> Markup:
     """JSON that cannot end the script element it stands in, whatever strings it holds."""
     dumped = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":

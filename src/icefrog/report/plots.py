@@ -57,22 +57,31 @@ def jct_distribution(runs: Mapping[str, RunRecord]) -> Figure:
         line |= {"text": [text.duration(value) for value in x], "hovertemplate": "%{y:.1f} % within %{text}"}
         data.append(line)
     low, high = min((line["x"][0] for line in data), default=1), max((line["x"][-1] for line in data), default=1)
-    ticks = dict(sorted({**_TICKS, **(_FINE_TICKS if high < 500 * low else {})}.items()))
-    axis: Figure = {
-        **{"type": "log", "title": "job completion time", "tickvals": list(ticks), "ticktext": list(ticks.values())},
-        "range": [float(np.log10(low * 0.9)), float(np.log10(high * 1.1))],
+    return figure(
+        data,
+        xaxis=log_time_axis("job completion time", low, high),
+        yaxis={"title": "jobs, %", "range": [0, 102]},
+        note=note,
+    )
+
+
+def log_time_axis(title: str, low_s: float, high_s: float) -> Figure:
+    """A logarithmic axis of time from a little below ``low_s`` to a little above ``high_s``."""
+    ticks = dict(sorted({**_TICKS, **(_FINE_TICKS if high_s < 500 * low_s else {})}.items()))
+    return {
+        **{"type": "log", "title": title, "tickvals": list(ticks), "ticktext": list(ticks.values())},
+        "range": [float(np.log10(low_s * 0.9)), float(np.log10(high_s * 1.1))],
     }
-    return _figure(data, xaxis=axis, yaxis={"title": "jobs, %", "range": [0, 102]}, note=note)
 
 
 def gpus_in_use(runs: Mapping[str, RunRecord]) -> Figure:
     """GPUs held over time; the dashed line is the cluster."""
     total = max(run.cluster.num_gpus for run in runs.values()) if runs else 0
-    figure = _over_time(runs, {policy: run.in_use for policy, run in runs.items()}, "GPUs")
-    if figure["data"]:
-        figure["layout"]["shapes"] = [_level(total)]
-        figure["layout"]["yaxis"]["range"] = [0, total * 1.06]
-    return figure
+    shown = _over_time(runs, {policy: run.in_use for policy, run in runs.items()}, "GPUs")
+    if shown["data"]:
+        shown["layout"]["shapes"] = [_level(total)]
+        shown["layout"]["yaxis"]["range"] = [0, total * 1.06]
+    return shown
 
 
 def jobs_waiting(runs: Mapping[str, RunRecord]) -> Figure:
@@ -88,7 +97,7 @@ def frozen_depth(runs: Mapping[str, RunRecord]) -> Figure:
         x, y = _mean_depth(run)
         if x:
             data.append(_line(i, policy, [t / unit_s for t in x], y) | {"hovertemplate": "%{y:.1f} %"})
-    return _figure(data, xaxis=_time_axis(runs), yaxis={"title": "frozen layers, %", "range": [0, 100]})
+    return figure(data, xaxis=_time_axis(runs), yaxis={"title": "frozen layers, %", "range": [0, 100]})
 
 
 def _mean_depth(run: RunRecord) -> tuple[list[float], list[float | None]]:
@@ -128,7 +137,7 @@ def job_depths(run: RunRecord) -> Figure:
         line |= {"text": [f"{layers:g}{of} layers" for _, layers in steps], "hovertemplate": "%{text}"}
         data.append(line)
     axis: Figure = {"title": "frozen layers, %", "range": [-2, 100]} if known else {"title": "frozen layers"}
-    return _figure(data, xaxis={"title": f"time, {unit}"}, yaxis=axis)
+    return figure(data, xaxis={"title": f"time, {unit}"}, yaxis=axis)
 
 
 def metric_over_time(run: RunRecord) -> Figure:
@@ -149,7 +158,7 @@ def metric_over_time(run: RunRecord) -> Figure:
     names = {job.target.metric for job in shown if job.target is not None}
     note = f"The first {MAX_LINES} of {len(reporting):,} jobs." if len(reporting) > len(shown) else ""
     title = escape(names.pop()) if len(names) == 1 else "metric"
-    return _figure(data, xaxis={"title": f"time, {unit}"}, yaxis={"title": title}, note=note)
+    return figure(data, xaxis={"title": f"time, {unit}"}, yaxis={"title": title}, note=note)
 
 
 def _target_line(i: int, job: JobRecord, end_s: float, unit_s: float) -> Figure:
@@ -175,7 +184,7 @@ def _over_time(runs: Mapping[str, RunRecord], series: Mapping[str, StepSeries], 
         line = _line(i, policy, [t / unit_s for t, _ in steps], [value for _, value in steps])
         data.append(line | {"hovertemplate": f"%{{y:.4~g}} {title}"})
     note = f"Means over {MAX_STEPS} equal intervals." if coarse else ""
-    return _figure(data, xaxis=_time_axis(runs), yaxis={"title": title, "rangemode": "tozero"}, note=note)
+    return figure(data, xaxis=_time_axis(runs), yaxis={"title": title, "rangemode": "tozero"}, note=note)
 
 
 def _thinned(series: StepSeries, run: RunRecord, focus_s: float) -> StepSeries:
@@ -202,7 +211,8 @@ def _line(i: int, name: str, x: Sequence[float], y: Sequence[float | None]) -> F
     }
 
 
-def _figure(data: list[Figure], *, xaxis: Figure, yaxis: Figure, height: int = 320, note: str = "") -> Figure:
+def figure(data: list[Figure], *, xaxis: Figure, yaxis: Figure, height: int = 320, note: str = "") -> Figure:
+    """What the page draws: data, layout with titled axes, height in pixels, and a note to stand below."""
     layout = {
         "xaxis": {**xaxis, "title": {"text": xaxis.get("title", "")}},
         "yaxis": {**yaxis, "title": {"text": yaxis.get("title", "")}},

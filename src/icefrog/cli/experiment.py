@@ -1,0 +1,168 @@
+"""``icefrog experiment | whatif``: many simulations, compared in pairs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from icefrog.experiment.backends import Backend
+    from icefrog.experiment.cells import Experiment
+    from icefrog.experiment.sweep import Planned, Sweep
+
+WORKERS = click.option("--workers", type=click.IntRange(1, 1024), help="Processes. Default: one a core.")
+OUT = click.option("--out", type=click.Path(path_type=Path), help="Folder of results. Default: runs/NAME.")
+RAY = click.option("--ray", metavar="ADDRESS", help="Compute on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT.")
+DATA = click.option("--data", type=click.Path(path_type=Path), help="Replaces $ICEFROG_DATA in paths of traces.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print experiment.json.")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.yaml")
+@OUT
+@WORKERS
+@RAY
+@DATA
+@click.option("--only", multiple=True, metavar="KEY=VALUE", help="Only cells with this variant, trace, seed, ...")
+@click.option("--dry-run", is_flag=True, help="List the cells, and which are finished; compute nothing.")
+@AS_JSON
+def experiment(
+    file: Path,
+    out: Path | None,
+    workers: int | None,
+    ray: str | None,
+    data: Path | None,
+    only: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run an experiment file: policies x traces x loads x seeds -> one table and one report.
+
+    Finished cells are kept in OUT/cells and never repeated; an interrupted experiment goes on where it stopped.
+    """
+    from icefrog.experiment.cells import expand
+    from icefrog.experiment.select import select
+    from icefrog.experiment.spec import read_experiment
+    from icefrog.experiment.store import CellStore
+    from icefrog.experiment.sweep import default_out, plan
+
+    if data is not None:
+        os.environ["ICEFROG_DATA"] = str(data)  # workers inherit it
+    what = expand(read_experiment(file))
+    planned = plan(select(list(what.cells()), only))
+    store_dir = out or default_out(what.name)
+    if dry_run:
+        return _list_cells(planned, store_dir)
+    return compute_and_show(what, planned, CellStore(store_dir), store_dir, backend(workers, ray), as_json=as_json)
+
+
+def backend(workers: int | None, ray: str | None) -> Backend:
+    """Where cells are computed."""
+    from icefrog.experiment.backends import Inline, Processes
+
+    if ray is not None:
+        from icefrog.experiment.ray_backend import RayCluster
+
+        return RayCluster(ray, workers)
+    number = workers or _cores()
+    return Inline() if number == 1 else Processes(number)
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compute_and_show(
+    what: Experiment, planned: Sequence[Planned], store: Any, out_dir: Path, where: Backend, *, as_json: bool
+) -> int:
+    """Run what is missing, write the files, print the table. 1 if a cell failed."""
+    from icefrog.experiment.aggregate import aggregate
+    from icefrog.experiment.files import document_json, write_files
+    from icefrog.experiment.sweep import run_sweep
+    from icefrog.experiment.table import render
+
+    try:
+        with _progress() as progress:
+            sweep = run_sweep(planned, store, where, progress)
+    except KeyboardInterrupt:
+        click.echo(f"finished cells are kept in {store.folder}; the same command goes on from there", err=True)
+        raise
+    document = aggregate(what, planned, sweep)
+    page = write_files(out_dir, document, planned, sweep)
+    if as_json:
+        click.echo(document_json(document), nl=False)
+    else:
+        _print(document, sweep, render(document), page)
+    _complain(document["failed"])
+    return 1 if document["failed"] else 0
+
+
+def _complain(failed: Mapping[str, str]) -> None:
+    """One line a reason."""
+    for why in dict.fromkeys(failed.values()):
+        labels = [label for label, reason in failed.items() if reason == why]
+        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        click.echo(f"failed: {labels[0]}{more}: {why}", err=True)
+
+
+def _print(document: dict[str, Any], sweep: Sweep, table: Any, page: Path) -> None:
+    cells = document["cells"]
+    reused = f", {sweep.reused} of them finished before" if sweep.reused else ""
+    click.echo(f"{document['name']}: {cells['done']} of {cells['all']} cells{reused}")
+    if document["conditions"]:
+        console = Console()
+        (console if console.is_terminal else Console(width=190)).print(table)
+    click.echo(f"report: {page}")
+
+
+def _list_cells(planned: Sequence[Planned], out_dir: Path) -> int:
+    """The cells, one a line; nothing is written."""
+    seen: dict[str, bool] = {}
+    for one in planned:
+        path = out_dir / "cells" / f"{one.key}.json"
+        seen[one.key] = path.is_file()
+        click.echo(f"{'done' if seen[one.key] else 'todo'}  {one.key}  {one.cell.label()}")
+    done = sum(seen.values())
+    click.echo(f"{len(seen)} cells, {done} finished, {len(seen) - done} to do; results in {out_dir}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on a terminal (stderr); nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def update(done: int, total: int, last: str) -> None:
+            bars.update(task, completed=done, total=total, description=last)
+
+        yield update
