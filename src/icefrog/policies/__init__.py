@@ -17,9 +17,13 @@ _POLICIES: Mapping[str, str] = {
     "srtf": "icefrog.policies.srtf:Srtf",
     "sjf": "icefrog.policies.sjf:Sjf",
     "edf": "icefrog.policies.edf:Edf",
+    "themis": "icefrog.policies.themis:Themis",
+    "gandiva-fair": "icefrog.policies.gandiva_fair:GandivaFair",
+    "lucid": "icefrog.policies.lucid:Lucid",
     "tiresias": "icefrog.policies.tiresias:Tiresias",
     "optimus": "icefrog.policies.optimus:Optimus",
     "pollux": "icefrog.policies.pollux:Pollux",
+    "gavel": "icefrog.policies.gavel:Gavel",
     "icefrog": "icefrog.policies.icefrog:IceFrog",
 }
 
