@@ -48,12 +48,12 @@ class Step:
 class CandidateSource(Protocol):
     """Where a job's options come from: ``icefrog.candidates.candidates``, or a test's own."""
 
-    def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> tuple[Candidate, ...]:
+    def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> Sequence[Candidate]:
         """The job's options, priced as the policy wants them."""
         ...
 
 
-class Options(Mapping[str, tuple[Candidate, ...]]):
+class Options(Mapping[str, Sequence[Candidate]]):
     """The jobs' candidates, each priced when it is first asked for: who looks at ten of a thousand jobs pays for ten.
 
     Args:
@@ -66,9 +66,9 @@ class Options(Mapping[str, tuple[Candidate, ...]]):
         self._source = source
         self._snapshot = snapshot
         self._pricing = pricing
-        self._priced: dict[str, tuple[Candidate, ...]] = {}
+        self._priced: dict[str, Sequence[Candidate]] = {}
 
-    def __getitem__(self, job_id: str) -> tuple[Candidate, ...]:
+    def __getitem__(self, job_id: str) -> Sequence[Candidate]:
         found = self._priced.get(job_id)
         if found is None:
             view = self._snapshot.views.by_id[job_id]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -209,7 +209,7 @@ class Snapshot:
         return counts
 
 
-Candidates: TypeAlias = Mapping[str, tuple[Candidate, ...]]
+Candidates: TypeAlias = Mapping[str, Sequence[Candidate]]
 """job id -> its options: one exclusive candidate a GPU count, and a Pareto set of shared ones."""
 
 
