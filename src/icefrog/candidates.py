@@ -15,6 +15,7 @@ from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
 from icefrog.spec import ClusterSpec
+from icefrog.typed_candidates import on_cluster
 from icefrog.types import Candidate, Config, Estimate, JobView, Pricing
 
 IndexArray = npt.NDArray[np.intp]
@@ -46,6 +47,8 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """All options of one job, exclusive ones by rising GPU count, then shared ones by rising T_acc.
 
+    On a cluster of several GPU types: :mod:`icefrog.typed_candidates`.
+
     Args:
         view: what is known of the job.
         cluster: its size decides which counts fit, and how many nodes each spans at least.
@@ -61,6 +64,16 @@ def candidates(
         PRIOR_EFFICIENCY for each doubling of the GPUs, PRIOR_REMAINING_S on one; it is never offered for
         sharing (its memory is unknown).
     """
+
+    def price(view: JobView, cluster: ClusterSpec) -> tuple[Candidate, ...]:
+        return _on_equal_gpus(view, cluster, now_s, pricing, hysteresis, max_shared)
+
+    return on_cluster(view, cluster, pricing.by_gpu_type, price)
+
+
+def _on_equal_gpus(
+    view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing, hysteresis: float, max_shared: int
+) -> tuple[Candidate, ...]:
     age_s = max(now_s - view.submit_s, 0.0)
     placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
