@@ -92,16 +92,23 @@ class Admission:
         self.preempted.add(job_id)
         self.reasons[job_id] = self._words.waiting
 
-    def plan(self, *, stands_until_s: float = math.inf, memory: Json = None) -> Plan:
+    @property
+    def waits(self) -> bool:
+        """Whether anybody waits once this is carried out."""
+        waiting = self._snapshot.views.waiting
+        return bool(self.preempted) or any(job.job_id not in self.choices for job in waiting)
+
+    def plan(
+        self, *, stands_until_s: float = math.inf, memory: Json = None, pairs: tuple[tuple[str, str], ...] = ()
+    ) -> Plan:
         """The decision. If everybody runs, it stands for good."""
-        started = sum(1 for job in self._snapshot.views.waiting if job.job_id in self.choices)
-        waits = self.preempted or started < len(self._snapshot.views.waiting)
         return Plan(
             choices=self.choices,
+            pairs=pairs,
             reasons=self.reasons,
             memory=memory,
             gpus=self.gpus,
-            stands_until_s=stands_until_s if waits else math.inf,
+            stands_until_s=stands_until_s if self.waits else math.inf,
             keeps=True,
             preempted=frozenset(self.preempted),
             waiting_reason=self._words.waiting,

@@ -102,6 +102,7 @@ def _spec(
         submit_s=job.submit_s,
         num_gpus=job.num_gpus,
         duration_s=job.duration_s,
+        deadline_s=job.deadline_s,
         labels=labels,
     )
 
