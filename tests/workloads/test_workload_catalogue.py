@@ -14,7 +14,9 @@ import pytest
 from icefrog.errors import UserError
 from icefrog.estimate.occupancy import mem_bytes, util_pct
 from icefrog.estimate.throughput import throughput
-from icefrog.workloads import CLASSES, Catalogue, gpu_time_class, load_catalogue, workload_rows
+from icefrog.testing.builders import job_spec
+from icefrog.workloads import CLASSES, Catalogue, gpu_time_class, job_profile, load_catalogue, workload_rows
+from icefrog.workloads.jobs import check_gpu_types
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +176,46 @@ def test_importing_reads_no_file_and_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_fitted_workloads_cost_on_each_type_what_was_fitted_there(catalogue: Catalogue) -> None:
+    profile = catalogue.typed_profile("resnet50-imagenet")
+    assert set(profile.by_gpu_type) == {"rtx2080ti", "t4"}
+    files = json.loads((resources.files("icefrog.workloads") / "fitted_pollux.json").read_text())
+    for gpu_type in ("rtx2080ti", "t4"):
+        fit = files["applications"]["imagenet"][gpu_type]["throughput"]
+        assert profile.on(gpu_type).throughput.fwd.beta_s == fit["fwd"]["beta_s"]
+        assert profile.on(gpu_type).occupancy.mem_bytes == profile.occupancy.mem_bytes
+    assert profile.on("rtx") is profile.on("rtx2080ti")
+    assert catalogue.typed_profile("resnet50-imagenet") is profile
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18-cifar10", "bert-squad", "llama-3b-squad", "ddpm-cifar10", "mobilenetv2-cifar10"]
+)
+def test_older_gpus_are_slower_and_busier(catalogue: Catalogue, name: str) -> None:
+    """At the largest local batch that was measured or modelled, where compute and not the host decides."""
+    profile = catalogue.typed_profile(name)
+    batch = profile.max_local_batch
+    speed = {t: float(throughput(profile.on(t), 1, 1, batch)) for t in ("a100", "rtx", "t4")}
+    assert speed["a100"] > speed["rtx"] > speed["t4"] > 0.05 * speed["a100"]
+    assert profile.on("t4").occupancy.util_pct != profile.occupancy.util_pct
+
+
+def test_a_job_profile_holds_other_types_only_where_the_cluster_has_them(catalogue: Catalogue) -> None:
+    spec = job_spec(
+        "a", command=None, workload="bert-squad", gpus=(1,), num_gpus=1, batch={"global": 16}, duration_s=3600.0
+    )
+    for types in ((), ("any",), ("a100-80gb", "a800-80gb"), ("h100-80gb",)):
+        assert not job_profile(spec, catalogue, gpu_types=types).by_gpu_type or types == ("h100-80gb",)
+    mixed = job_profile(spec, catalogue, gpu_types=("a100", "t4"))
+    assert set(mixed.by_gpu_type) == {"rtx2080ti", "t4"}
+    assert mixed.samples_per_epoch == job_profile(spec, catalogue).samples_per_epoch
+
+
+def test_types_of_which_nothing_is_known_cannot_be_mixed(catalogue: Catalogue) -> None:
+    check_gpu_types(("h100-80gb",), catalogue)
+    check_gpu_types(("any", "t4", "a100-40gb"), catalogue)
+    with pytest.raises(UserError, match="nothing is known of the speed of 'h100-80gb'") as error:
+        check_gpu_types(("t4", "h100-80gb"), catalogue)
+    assert "rtx" in error.value.hint

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from icefrog.errors import UserError
-from icefrog.profile import LayerCost, Profile, ThroughputParams
+from icefrog.profile import GpuCost, LayerCost, OccupancyParams, Profile, ThroughputParams
 from icefrog.spec import Target
 from icefrog.workloads import modelled
 from icefrog.workloads.classes import CLASSES, GpuTimeClass
@@ -124,6 +124,7 @@ class Catalogue(Mapping[str, Workload]):
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._files = files
         self._built: dict[str, Workload] = {}
+        self._typed: dict[str, Profile] = {}
 
     @cached_property
     def tasks(self) -> Mapping[str, Task]:
@@ -152,6 +153,18 @@ class Catalogue(Mapping[str, Workload]):
         if name not in self.tasks:
             raise UserError(f"unknown workload {name!r}, allowed: {', '.join(self)}", "`icefrog workloads` lists them")
         return self[name]
+
+    def typed_profile(self, name: str) -> Profile:
+        """The workload's profile with what it costs on every measured GPU type.
+
+        Raises:
+            UserError: no such workload.
+        """
+        if name not in self._typed:
+            workload = self.require(name)
+            costs = _costs_by_type(workload, self._files)
+            self._typed[name] = workload.profile.model_copy(update={"by_gpu_type": costs})
+        return self._typed[name]
 
     def of_class(self, kind: GpuTimeClass) -> tuple[tuple[str, float], ...]:
         """(name, weight) of the tasks of one class."""
@@ -203,14 +216,7 @@ def _build(name: str, task: Task, files: Mapping[str, Any]) -> Workload:
         name=name,
         layers=tuple(LayerCost(name=x["name"], flops=x["flops"], param_bytes=x["param_bytes"]) for x in layers),
         throughput=params,
-        occupancy=modelled.occupancy(
-            layers,
-            params,
-            _powers(task.local_batch),
-            dtype_bytes=counted["param_dtype_bytes"],
-            optimizer_bytes=task.optimizer_bytes,
-            sharded=task.throughput.sharded,
-        ),
+        occupancy=_occupancy(task, counted, params),
         samples_per_epoch=task.dataset_samples,
         min_local_batch=task.local_batch.min,
         max_local_batch=task.local_batch.max,
@@ -226,6 +232,34 @@ def _build(name: str, task: Task, files: Mapping[str, Any]) -> Workload:
         forward_macs=counted["forward_macs"],
         sample=counted["sample"],
         provenance=provenance,
+    )
+
+
+def _costs_by_type(workload: Workload, files: Mapping[str, Any]) -> dict[str, GpuCost]:
+    """Fitted where the application was measured on the type, else the A100's, scaled as the fitted ones differ (median)."""
+    applications = files["fitted_pollux"]["applications"]
+    counted, task = files["catalogue"]["models"][workload.name], workload.task
+    costs: dict[str, GpuCost] = {}
+    for gpu_type in sorted({t for fits in applications.values() for t in fits} - {GPU_TYPE}):
+        if task.throughput.fitted is not None:
+            fit = applications[task.throughput.fitted][gpu_type]["throughput"]
+            params = modelled.with_freezing(ThroughputParams.model_validate(fit))
+        else:
+            ratios = modelled.compute_ratios(applications, gpu_type, GPU_TYPE)
+            params = modelled.with_compute_scaled(workload.profile.throughput, *ratios)
+        util_pct = _occupancy(task, counted, params).util_pct
+        costs[gpu_type] = GpuCost(throughput=params, util_pct=util_pct)
+    return costs
+
+
+def _occupancy(task: Task, counted: Mapping[str, Any], params: ThroughputParams) -> OccupancyParams:
+    return modelled.occupancy(
+        counted["layers"],
+        params,
+        _powers(task.local_batch),
+        dtype_bytes=counted["param_dtype_bytes"],
+        optimizer_bytes=task.optimizer_bytes,
+        sharded=task.throughput.sharded,
     )
 
 

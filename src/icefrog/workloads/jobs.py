@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from icefrog.errors import UserError
 from icefrog.estimate.throughput import throughput
+from icefrog.gpu_types import GPU_TYPES
 from icefrog.profile import Profile
 from icefrog.spec import JobSpec
 from icefrog.workloads.catalogue import Catalogue, Workload
@@ -28,21 +31,42 @@ def epochs_for(workload: Workload, duration_s: float, num_gpus: int, global_batc
     return min(max(round(samples / workload.task.dataset_samples), MIN_EPOCHS), MAX_EPOCHS)
 
 
-def job_profile(spec: JobSpec, catalogue: Catalogue, gpus_per_node: int = 4) -> Profile:
+def job_profile(
+    spec: JobSpec, catalogue: Catalogue, gpus_per_node: int = 4, gpu_types: Collection[str] = ()
+) -> Profile:
     """The workload's profile with ``samples_per_epoch`` such that the job, run as logged, takes the logged time.
 
     P0 = max_epochs x samples_per_epoch = duration x T(requested GPUs, initial batch, nothing frozen), to the rounding of an
-    epoch to whole samples. Without a logged duration an epoch is the data set.
+    epoch to whole samples. Without a logged duration an epoch is the data set. ``gpu_types``: those of the cluster; where
+    one differs from the catalogue's, the profile holds what the job costs on every measured type.
 
     Raises:
         UserError: the job names no workload, or one that is not in the catalogue.
     """
     workload = _workload(spec, catalogue)
+    own = all(workload.profile.knows(gpu_type) for gpu_type in gpu_types)
+    profile = workload.profile if own else catalogue.typed_profile(workload.name)
     if spec.duration_s is None:
-        return workload.profile
+        return profile
     speed = full_speed(workload.profile, spec.requested_gpus, spec.batch.initial, gpus_per_node)
     per_epoch = max(1, round(spec.duration_s * speed / spec.max_epochs))
-    return workload.profile.model_copy(update={"samples_per_epoch": per_epoch})
+    return profile.model_copy(update={"samples_per_epoch": per_epoch})
+
+
+def check_gpu_types(gpu_types: Collection[str], catalogue: Catalogue) -> None:
+    """On a cluster of one type the log says how fast jobs are; where types differ, something must be known of each.
+
+    Raises:
+        UserError: a type of several of which there are no measurements.
+    """
+    profile = catalogue.typed_profile(next(iter(catalogue)))
+    unknown = [gpu_type for gpu_type in gpu_types if not profile.knows(gpu_type)] if len(gpu_types) > 1 else []
+    if unknown:
+        known = [name for name in GPU_TYPES if profile.knows(name)]
+        raise UserError(
+            f"nothing is known of the speed of {unknown[0]!r} against other GPU types",
+            f"mix {', '.join(known)}; or give a cluster of one type",
+        )
 
 
 def job_curves(spec: JobSpec, catalogue: Catalogue) -> LayerCurves:

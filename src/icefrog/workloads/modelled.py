@@ -5,7 +5,7 @@ The machine is the paper's: A800-80GB (compute and memory of an A100), PCIe 3.0,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,27 @@ def _params(launch_s: float, fwd_s: float, bwd_s: float, cost: Cost, *, sharded:
             overlap_gamma=OVERLAP_GAMMA,
         )
     )
+
+
+def compute_ratios(applications: Mapping[str, Any], gpu_type: str, other: str) -> tuple[float, float]:
+    """Compute on one GPU type over that on another, (time of a step that no sample adds to, time a sample): the medians over
+    the applications fitted on both."""
+    fits = [(fit[gpu_type]["throughput"], fit[other]["throughput"]) for fit in applications.values()]
+
+    def median(part: str) -> float:
+        times = [tuple(fit["fwd"][part] + fit["bwd"][part] for fit in pair) for pair in fits]
+        return float(np.median([one / base for one, base in times if base > 0]))
+
+    return median("alpha_s"), median("beta_s")
+
+
+def with_compute_scaled(params: ThroughputParams, alpha: float, beta: float) -> ThroughputParams:
+    """Compute times scaled; synchronisation, which is the links' and not the GPU's, as it is."""
+
+    def scaled(curve: ComputeCurve) -> ComputeCurve:
+        return ComputeCurve(alpha_s=curve.alpha_s * alpha, beta_s=curve.beta_s * beta, smooth=curve.smooth)
+
+    return with_freezing(params.model_copy(update={"fwd": scaled(params.fwd), "bwd": scaled(params.bwd)}))
 
 
 def ring(num_bytes: float, num_layers: int) -> SyncCurve:
