@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from icefrog.placement import FreeGpus, Placement
+from icefrog.placement import FreeGpus, Placement, all_free, of_type
 from icefrog.types import GpuId, JobView, Plan, Snapshot
 
 
@@ -13,7 +13,7 @@ def free_gpus(snapshot: Snapshot) -> FreeGpus:
     known = snapshot.views.free
     if known is not None and known[0] == snapshot.down:
         return known[1].copy()
-    free = FreeGpus(snapshot.node_gpus)
+    free = all_free(snapshot.cluster, snapshot.node_gpus)
     for gpus in {view.gpus for view in snapshot.views.running}:
         free.hold(gpus)
     return free
@@ -49,8 +49,9 @@ def place_changes(snapshot: Snapshot, plan: Plan) -> Placement:
     moving: list[tuple[str, ...]] = []
     for unit in _units(snapshot, plan):
         homes = [views[job_id].gpus for job_id in unit if views[job_id].running]
-        count = plan.choices[unit[0]].config.num_gpus
-        home = next((gpus for gpus in homes if len(gpus) == count and free.are_free(gpus)), None)
+        count, kind = plan.choices[unit[0]].config.num_gpus, plan.choices[unit[0]].config.gpu_type
+        fitting = [gpus for gpus in homes if len(gpus) == count and free.are_free(gpus)]
+        home = next((gpus for gpus in fitting if of_type(snapshot.cluster, gpus, kind)), None)
         if home is None:
             moving.append(unit)
         else:
@@ -59,7 +60,8 @@ def place_changes(snapshot: Snapshot, plan: Plan) -> Placement:
     unplaced: list[str] = []
     for unit in sorted(moving, key=lambda unit: -plan.choices[unit[0]].config.num_gpus):
         home = next((views[job_id].gpus for job_id in unit if views[job_id].running), ())
-        gpus = free.find(plan.choices[unit[0]].config.num_gpus, home)
+        config = plan.choices[unit[0]].config
+        gpus = free.find(config.num_gpus, home, config.gpu_type)
         if gpus is None:
             unplaced += unit
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from icefrog.placement import FreeGpus
+from icefrog.placement import FreeGpus, all_free
 from icefrog.spec import ClusterSpec
 from icefrog.types import GpuId
 
@@ -35,7 +35,7 @@ class OccupiedGpus:
         if down != self._down:
             moved = {**self._held, **moved}
             self._down, self._held, self._jobs_on = down, {}, {}
-            self._free = FreeGpus([0 if n in down else size for n, size in enumerate(cluster.gpus_per_node)])
+            self._free = all_free(cluster, [0 if n in down else size for n, size in enumerate(cluster.gpus_per_node)])
         if down:
             moved = {job_id: tuple(gpu for gpu in gpus if gpu.node not in down) for job_id, gpus in moved.items()}
         changed = {job_id: gpus for job_id, gpus in moved.items() if self._held.get(job_id, ()) != gpus}

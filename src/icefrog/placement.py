@@ -76,12 +76,21 @@ class FreeGpus:
         self._count[node] = count + change
         self.num_free += change
 
-    def find(self, num_gpus: int, home: Sequence[GpuId] = ()) -> tuple[GpuId, ...] | None:
+    def has_type(self, node: int, gpu_type: str) -> bool:
+        """Whether a job that names this type may lie on the node. Here all GPUs are alike."""
+        return True
+
+    def largest_of(self, gpu_type: str) -> int:
+        """GPUs of the largest node on which a job that names this type may lie."""
+        return self.largest
+
+    def find(self, num_gpus: int, home: Sequence[GpuId] = (), gpu_type: str = ANY_GPU) -> tuple[GpuId, ...] | None:
         """A place for a job, or None; nothing is held yet.
 
         In one node: that of ``home`` if it fits there, else the fullest node that fits, the first of equals. A job larger
         than any node: whole empty nodes, the largest first, and the rest on the fullest node that fits it; never a node
-        that another such job uses. GPUs of ``home`` come before others of the same node.
+        that another such job uses. GPUs of ``home`` come before others of the same node. ``gpu_type`` matters in
+        :class:`TypedGpus` only.
         """
         if num_gpus > self.num_free:
             return None
@@ -95,11 +104,14 @@ class FreeGpus:
                 return self._pick(self._count.index(count), num_gpus, home)
         return None
 
-    def _many_nodes(self, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
+    def _many_nodes(
+        self, num_gpus: int, home: Sequence[GpuId], among: Sequence[int] | None = None
+    ) -> tuple[GpuId, ...] | None:
         gpus: list[GpuId] = []
         left = num_gpus
         homes = {gpu.node for gpu in home}
-        usable = [node for node, count in enumerate(self._count) if count and node not in self._spanned]
+        nodes = range(len(self._count)) if among is None else among
+        usable = [node for node in nodes if self._count[node] and node not in self._spanned]
         empty = [node for node in usable if self._count[node] == self.sizes[node]]
         taken = set()
         for node in sorted(empty, key=lambda node: (node not in homes, -self.sizes[node], node)):
@@ -125,57 +137,58 @@ class FreeGpus:
         return tuple(GpuId(node, device) for device in devices[:num_gpus])
 
 
-class TypedGpus:
-    """The free GPUs of a cluster by type: a job lies on GPUs of one type. Methods as those of :class:`FreeGpus`.
+class TypedGpus(FreeGpus):
+    """The free GPUs of a cluster of several types: a job lies on GPUs of one type.
 
-    A job that may have any type goes to that of its home, else to the type with the most GPUs that has a place for it.
+    A job that may have any goes to that of its home, else to the type with the most GPUs that has a place for it.
+
+    Args:
+        cluster: says of which type each node is.
+        node_gpus: as in :class:`FreeGpus`.
     """
 
     def __init__(self, cluster: ClusterSpec, node_gpus: Sequence[int]) -> None:
-        self._types = types = cluster.node_types
-        one = len(cluster.parts) == 1
-        self._pools = {
-            t: FreeGpus(node_gpus if one else [n if of == t else 0 for n, of in zip(node_gpus, types, strict=True)])
-            for t in cluster.parts
-        }
+        super().__init__(node_gpus)
+        self._types = cluster.node_types
+        self._nodes = {t: tuple(n for n, of in enumerate(self._types) if of == t) for t in cluster.parts}
+        self._largest = {t: max(self.sizes[n] for n in nodes) for t, nodes in self._nodes.items()}
 
-    def largest(self, gpu_type: str = ANY_GPU) -> int:
-        """GPUs of the largest node, of a type or of all: a job that needs no more never spans nodes."""
-        pool = self._pools.get(gpu_type)
-        return pool.largest if pool is not None else max(pool.largest for pool in self._pools.values())
+    def has_type(self, node: int, gpu_type: str) -> bool:
+        """Whether a job that names this type, or any, may lie on the node."""
+        return gpu_type in (ANY_GPU, self._types[node])
 
-    def are_free(self, gpus: Sequence[GpuId], gpu_type: str = ANY_GPU) -> bool:
-        """Whether all of them are of one type (of this one), in service and free."""
-        pool = self._pool_of(gpus)
-        return pool is not None and gpu_type in (ANY_GPU, self._types[gpus[0].node]) and pool.are_free(gpus)
-
-    def hold(self, gpus: Sequence[GpuId]) -> None:
-        """Somebody takes them. Raises ``ValueError`` if one is not free, or another type than the rest."""
-        pool = self._pool_of(gpus)
-        if pool is None:
-            raise ValueError(f"not of one type: {gpus}")
-        pool.hold(gpus)
+    def largest_of(self, gpu_type: str) -> int:
+        """GPUs of the largest node of a type, or of all."""
+        return self.largest if gpu_type == ANY_GPU else self._largest.get(gpu_type, 0)
 
     def find(self, num_gpus: int, home: Sequence[GpuId] = (), gpu_type: str = ANY_GPU) -> tuple[GpuId, ...] | None:
-        """A place for a job, or None; nothing is held yet."""
+        """A place for a job on GPUs of one type (of this one), or None; nothing is held yet."""
+        if num_gpus > self.num_free:
+            return None
         if gpu_type != ANY_GPU:
-            return self._pools[gpu_type].find(num_gpus, home) if gpu_type in self._pools else None
-        at_home = self._pool_of(home)
-        spans = num_gpus > self.largest()
-        for pool in sorted(self._pools.values(), key=lambda pool: pool is not at_home):
-            if spans or num_gpus <= pool.largest:
-                found = pool.find(num_gpus, home)
+            return self._find_in(gpu_type, num_gpus, home) if gpu_type in self._nodes else None
+        at_home = self._types[home[0].node] if home and home[0].node < len(self._types) else None
+        for kind in sorted(self._nodes, key=lambda kind: kind != at_home):
+            if num_gpus <= self._largest[kind] or num_gpus > self.largest:  # else it would fit in one node elsewhere
+                found = self._find_in(kind, num_gpus, home)
                 if found is not None:
                     return found
         return None
 
-    def _pool_of(self, gpus: Sequence[GpuId]) -> FreeGpus | None:
-        if not gpus or not all(0 <= gpu.node < len(self._types) for gpu in gpus):
+    def _find_in(self, gpu_type: str, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
+        nodes = self._nodes[gpu_type]
+        if num_gpus > self._largest[gpu_type]:
+            return self._many_nodes(num_gpus, home, nodes)
+        homes = {gpu.node for gpu in home[:1]}
+        fits = [node for node in nodes if self._count[node] >= num_gpus]
+        if not fits:
             return None
-        if len(self._pools) == 1:
-            return next(iter(self._pools.values()))
-        types = {self._types[gpu.node] for gpu in gpus}
-        return self._pools[types.pop()] if len(types) == 1 else None
+        return self._pick(min(fits, key=lambda node: (node not in homes, self._count[node], node)), num_gpus, home)
+
+
+def all_free(cluster: ClusterSpec, node_gpus: Sequence[int]) -> FreeGpus:
+    """The books of a cluster before anybody holds anything; ``node_gpus``: in service, of every node."""
+    return FreeGpus(node_gpus) if len(cluster.parts) == 1 else TypedGpus(cluster, node_gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +218,10 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
     restarts); what still finds no place is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
-    kept = _pack(TypedGpus(snapshot.cluster, snapshot.node_gpus), units, keep=True)
+    kept = _pack(snapshot, units, keep=True)
     if not kept.unplaced or not plan.migrate:
         return kept
-    repacked = _pack(TypedGpus(snapshot.cluster, snapshot.node_gpus), units, keep=False)
+    repacked = _pack(snapshot, units, keep=False)
     return repacked if len(repacked.unplaced) < len(kept.unplaced) else kept
 
 
@@ -230,8 +243,8 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
     return units
 
 
-def _pack(free: TypedGpus, units: Sequence[_Unit], *, keep: bool) -> Placement:
-    """``free``: with nothing held; the packing holds what it gives."""
+def _pack(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool) -> Placement:
+    free = all_free(snapshot.cluster, snapshot.node_gpus)
     allocation: dict[str, tuple[GpuId, ...]] = {}
     unplaced: list[str] = []
     spanned: set[int] = set()  # by jobs that stay
@@ -243,11 +256,13 @@ def _pack(free: TypedGpus, units: Sequence[_Unit], *, keep: bool) -> Placement:
 
     def stays(unit: _Unit) -> bool:
         # Two pairs may name the same home when partners change: the first keeps it.
-        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current, unit.gpu_type):
+        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current):
+            return False
+        if not of_type(snapshot.cluster, unit.current, unit.gpu_type):
             return False
         used = {gpu.node for gpu in unit.current}
         if len(used) > 1:
-            if unit.num_gpus <= free.largest(unit.gpu_type) or used & spanned:
+            if unit.num_gpus <= free.largest_of(unit.gpu_type) or used & spanned:
                 return False
             spanned.update(used)
         settle(unit, unit.current)
@@ -267,3 +282,11 @@ def _pack(free: TypedGpus, units: Sequence[_Unit], *, keep: bool) -> Placement:
 def num_nodes(gpus: Sequence[GpuId]) -> int:
     """Nodes that an allocation touches."""
     return len({gpu.node for gpu in gpus})
+
+
+def of_type(cluster: ClusterSpec, gpus: Sequence[GpuId], gpu_type: str = ANY_GPU) -> bool:
+    """Whether a job that names a type (or any) may lie on these GPUs: all are of one type, and of that."""
+    if len(cluster.parts) == 1:
+        return gpu_type == ANY_GPU or gpu_type in cluster.parts
+    types = {cluster.node_types[gpu.node] for gpu in gpus}
+    return len(types) == 1 and gpu_type in (ANY_GPU, *types)

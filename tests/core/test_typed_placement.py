@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from icefrog.controller import verify
-from icefrog.placement import TypedGpus, num_nodes, place
+from icefrog.placement import all_free, num_nodes, of_type, place
 from icefrog.specfile import parse_cluster
 from icefrog.testing import builders as b
 from icefrog.types import Candidate, GpuId, JobView, Plan, Snapshot
@@ -84,10 +83,28 @@ def test_a_type_out_of_service_has_no_place():
     assert types_of(placed([view("a")], {"a": (8, "any")}, down=frozenset({5})).allocation["a"]) == {"a100"}
 
 
-def test_free_gpus_of_two_types_are_not_held_together():
-    free = TypedGpus(MIXED, MIXED.gpus_per_node)
-    with pytest.raises(ValueError, match="not of one type"):
-        free.hold((GpuId(1, 0), GpuId(2, 0)))
+def test_gpus_of_one_type() -> None:
+    assert of_type(MIXED, b.gpus(2, node=0), "rtx")
+    assert of_type(MIXED, b.gpus(2, node=0))
+    assert not of_type(MIXED, b.gpus(2, node=0), "a100")
+    assert not of_type(MIXED, (GpuId(1, 0), GpuId(2, 0)))
+
+
+def test_books_of_types_are_kept_while_jobs_come_and_go() -> None:
+    free = all_free(MIXED, MIXED.gpus_per_node)
+    first = free.find(8, gpu_type="t4")
+    assert first == b.gpus(8, node=5)
+    assert free.largest_of("rtx") == 4
+    assert free.largest_of("any") == 8
+    twin = free.copy()
+    twin.hold(first)
+    assert twin.find(1, gpu_type="t4") is None
+    assert twin.find(8) is None  # fits in one node, though not now: it waits for that node
+    assert types_of(twin.find(12) or ()) == {"a100"}
+    assert free.find(1, gpu_type="t4") == b.gpus(1, node=5)
+    assert free.find(1, gpu_type="k80") is None
+    twin.release(first)
+    assert twin.find(8, first) == first
 
 
 @given(

@@ -77,7 +77,7 @@ class Lucid:
             if candidate is None:
                 continue
             wanted = candidate.config.num_gpus
-            gpus = admission.free.find(wanted)
+            gpus = admission.free.find(wanted, gpu_type=candidate.config.gpu_type)
             if gpus is not None:
                 admission.start(job, candidate, gpus)
                 started.append(job)

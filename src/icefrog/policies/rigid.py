@@ -154,9 +154,10 @@ def admit(snapshot: Snapshot, candidates: Candidates, order: Sequence[JobView], 
         if candidate is None:
             continue
         wanted = candidate.config.num_gpus
-        gpus: Gpus | None = free.find(wanted, job.gpus)
+        kind = candidate.config.gpu_type
+        gpus: Gpus | None = free.find(wanted, job.gpus, kind)
         if gpus is None and free.num_free + num_soft >= wanted:
-            gpus = _displace(admission, soft, wanted)
+            gpus = _displace(admission, soft, wanted, kind)
             num_soft = sum(map(len, soft.values()))
         if gpus is None:
             admission.leave_out(job, wanted)
@@ -165,24 +166,24 @@ def admit(snapshot: Snapshot, candidates: Candidates, order: Sequence[JobView], 
     return admission
 
 
-def _displace(admission: Admission, soft: dict[str, Gpus], wanted: int) -> Gpus | None:
+def _displace(admission: Admission, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> Gpus | None:
     """Make room for a job at the cost of ``soft`` ones; they are taken out of it. None, and nothing done, if all of them
     together are not enough."""
     free = admission.free
     gpus: Gpus | None = None
     victims: list[str] | None = None
-    if wanted <= free.largest:
-        victims = _cheapest_victims(free, soft, wanted)
-    elif (gpus := _without(free, soft.values()).find(wanted)) is not None:
+    if wanted <= free.largest_of(gpu_type):
+        victims = _cheapest_victims(free, soft, wanted, gpu_type)
+    elif (gpus := _without(free, soft.values()).find(wanted, gpu_type=gpu_type)) is not None:
         victims = _in_the_way(soft, gpus)
     if victims is None:
         return None
     for job_id in victims:
         admission.evict(job_id, soft.pop(job_id))
-    return gpus or free.find(wanted)
+    return gpus or free.find(wanted, gpu_type=gpu_type)
 
 
-def _cheapest_victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int) -> list[str] | None:
+def _cheapest_victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> list[str] | None:
     """On the node where the fewest GPUs are lost to others: its jobs, the last in line first, until there is room."""
     residents: dict[int, dict[str, int]] = defaultdict(dict)  # node -> job -> its GPUs there, the last in line first
     for job_id in reversed(soft):
@@ -190,6 +191,8 @@ def _cheapest_victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int) -> lis
             residents[node][job_id] = residents[node].get(job_id, 0) + 1
     best: tuple[int, int, list[str]] | None = None
     for node, jobs in residents.items():
+        if not free.has_type(node, gpu_type):
+            continue
         room, cost, victims = free.free_in(node), 0, []
         for job_id, here in jobs.items():
             if room >= wanted:
@@ -251,7 +254,7 @@ def queue_up(
         if candidate is None:
             continue
         wanted = candidate.config.num_gpus
-        gpus = admission.free.find(wanted)
+        gpus = admission.free.find(wanted, gpu_type=candidate.config.gpu_type)
         if gpus is not None:
             admission.start(job, candidate, gpus)
         elif wanted > snapshot.num_gpus:
@@ -261,7 +264,7 @@ def queue_up(
             if backfill == "easy" and admission.free.num_free:
                 running = [*snapshot.views.running, *(one for one in waiting if one.job_id in admission.choices)]
                 ends = [(remaining_s(one), admission.gpus.get(one.job_id, one.gpus)) for one in running]
-                _easy(admission, ends, wanted, waiting[position + 1 :], remaining_s)
+                _easy(admission, ends, candidate, waiting[position + 1 :], remaining_s)
             break
     # A reservation moves with the estimates of those that run: it is looked at again in every round.
     return admission.plan(stands_until_s=0.0 if backfill == "easy" else math.inf)
@@ -281,7 +284,7 @@ def estimated_s(candidates: Candidates, now_s: float) -> Callable[[JobView], flo
 def _easy(
     admission: Admission,
     ends: Iterable[tuple[float, Gpus]],
-    wanted: int,
+    blocked: Candidate,
     behind: Iterable[JobView],
     remaining_s: Callable[[JobView], float],
 ) -> None:
@@ -293,7 +296,7 @@ def _easy(
     Args:
         admission: the decision so far.
         ends: (estimated time left, s; GPUs) of those that run; sharers name theirs twice.
-        wanted: GPUs of the blocked job.
+        blocked: what the blocked job would run with.
         behind: those behind it, in order.
         remaining_s: how long they would run.
     """
@@ -304,7 +307,7 @@ def _easy(
     reserved: Gpus = ()
     for held in sorted(left_s, key=lambda gpus: left_s[gpus]):
         future.release(held)
-        if (place := future.find(wanted)) is not None:
+        if (place := future.find(blocked.config.num_gpus, gpu_type=blocked.config.gpu_type)) is not None:
             shadow_s, reserved = left_s[held], place
             break
     spare = admission.free.copy()  # what the reservation leaves over
@@ -315,10 +318,10 @@ def _easy(
         candidate = admission.option(job)
         if candidate is None:
             continue
-        count = candidate.config.num_gpus
-        found = spare.find(count)
+        count, kind = candidate.config.num_gpus, candidate.config.gpu_type
+        found = spare.find(count, gpu_type=kind)
         if found is None and count <= admission.free.num_free and remaining_s(job) <= shadow_s:
-            found = admission.free.find(count)
+            found = admission.free.find(count, gpu_type=kind)
         if found is not None:
             admission.start(job, candidate, found)
             spare.hold([gpu for gpu in found if spare.are_free([gpu])])

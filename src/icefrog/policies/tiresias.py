@@ -15,7 +15,7 @@ from icefrog.placement import FreeGpus
 from icefrog.policies import base
 from icefrog.policies.gittins import GittinsIndex
 from icefrog.policies.spreading import Spread
-from icefrog.types import Candidate, Candidates, GpuId, JobView, Json, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, Candidates, Config, GpuId, JobView, Json, Plan, Pricing, Snapshot
 
 PHILLY_SERVICES_GPU_H = (
     0.00778, 0.0125, 0.0147, 0.0164, 0.0175, 0.0183, 0.0192, 0.0203, 0.0219, 0.0281, 0.0414, 0.0547, 0.0739, 0.0953,
@@ -234,14 +234,16 @@ class _Serving:
             free.release(gpus)
         displaced: list[JobView] = []
         for job, candidate in self.starting:
-            found = free.find(candidate.config.num_gpus) or self._make_room(
-                job, candidate.config.num_gpus, free, displaced
+            found = free.find(candidate.config.num_gpus, gpu_type=candidate.config.gpu_type) or self._make_room(
+                job, candidate.config, free, displaced
             )
             if self._settle(job, candidate, found):
                 free.hold(self.gpus[job.job_id])
         for job in displaced:
             moved = base.exclusive(candidates, job.job_id, job.num_gpus)
-            if moved is not None and self._settle(job, moved, free.find(job.num_gpus)):
+            if moved is None:
+                continue
+            if self._settle(job, moved, free.find(job.num_gpus, gpu_type=moved.config.gpu_type)):
                 free.hold(self.gpus[job.job_id])
         self.leaving += displaced
 
@@ -252,7 +254,7 @@ class _Serving:
         return True
 
     def _make_room(
-        self, job: JobView, num_gpus: int, free: FreeGpus, displaced: list[JobView]
+        self, job: JobView, config: Config, free: FreeGpus, displaced: list[JobView]
     ) -> tuple[GpuId, ...] | None:
         """Let jobs go, the last first, until there is a place; who was not in the way stays."""
         gone: list[JobView] = []
@@ -260,7 +262,7 @@ class _Serving:
         while found is None and self.kept and self.rank[self.kept[-1].job_id] > self.rank[job.job_id]:
             gone.append(self.kept.pop())
             free.release(gone[-1].gpus)
-            found = free.find(num_gpus)
+            found = free.find(config.num_gpus, gpu_type=config.gpu_type)
         wanted = set(found or ())
         for other in reversed(gone):
             if wanted.isdisjoint(other.gpus):
