@@ -201,6 +201,9 @@ class Controller:
 
     def _placeable_plan(self, snapshot: Snapshot, options: Options) -> tuple[Plan, Mapping[str, tuple[GpuId, ...]]]:
         """Placement is part of feasibility: an option that finds no place is forbidden and the policy asked again."""
+        if not snapshot.num_gpus:
+            reasons = {job.job_id: "every node is out of service" for job in snapshot.jobs}
+            return Plan({}, reasons=reasons, memory=snapshot.memory, stands_until_s=math.inf), {}
         plan, placement = Plan(choices={}), None
         for _ in range(self.config.max_replans):
             plan = self.policy.decide(snapshot, options)
