@@ -17,6 +17,7 @@ from icefrog.errors import UserError
 _COMMANDS: Mapping[str, str] = {
     "simulate": "icefrog.cli.simulation:simulate",
     "experiment": "icefrog.cli.experiment:experiment",
+    "whatif": "icefrog.cli.experiment:whatif",
     "solve": "icefrog.cli.simulation:solve",
     "report": "icefrog.cli.simulation:report",
     "trace": "icefrog.cli.trace:trace",

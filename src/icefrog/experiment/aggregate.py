@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from icefrog.experiment.cells import Cell, Condition, Experiment, Variant
+from icefrog.experiment.cells import Condition, Experiment, Variant
 from icefrog.experiment.statistics import Comparison, Interval, compare, mean_interval
 from icefrog.experiment.sweep import Planned, Result, Sweep
 
@@ -71,16 +71,24 @@ def aggregate(experiment: Experiment, planned: Sequence[Planned], sweep: Sweep) 
     for i, condition in enumerate(experiment.conditions):
         rows = [Replicates(v, table[i, v.name]) for v in experiment.variants if (i, v.name) in table]
         if rows:
-            conditions.append(_condition(condition, rows, experiment.base))
+            conditions.append(condition_findings(condition, rows, experiment.base))
+    return findings(experiment.name, experiment.about, experiment.base, planned, sweep, conditions)
+
+
+def findings(
+    name: str, about: str, base: str, planned: Sequence[Planned], sweep: Sweep, conditions: list[Document]
+) -> Document:
+    """The document around the findings of each condition."""
     keys = {one.key for one in planned}
     return {
         "schema": 1,
-        "name": experiment.name,
-        "about": experiment.about,
-        "base": experiment.base,
-        "traces": [trace.label for trace in experiment.traces],
-        "seeds": list(experiment.seeds),
+        "name": name,
+        "about": about,
+        "base": base,
+        "traces": list(dict.fromkeys(one.cell.trace.label for one in planned)),
+        "seeds": sorted({one.cell.seed for one in planned}),
         "cells": {"all": len(keys), "done": len(sweep.results), "failed": len(sweep.failed)},
+        "cpu_s": sum(result.get("cpu_s") or 0.0 for result in sweep.results.values()),
         "failed": _failures(planned, sweep),
         "conditions": conditions,
     }
@@ -94,7 +102,8 @@ def _failures(planned: Sequence[Planned], sweep: Sweep) -> dict[str, str]:
     return labels
 
 
-def _condition(condition: Condition, rows: Sequence[Replicates], base_name: str) -> Document:
+def condition_findings(condition: Condition, rows: Sequence[Replicates], base_name: str) -> Document:
+    """The rows of one condition, each compared with the base."""
     base = next((row for row in rows if row.variant.name == base_name), None)
     return {
         "label": condition.label,
@@ -219,6 +228,3 @@ def _comparison(comparison: Comparison) -> Document:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-Filter: TypeAlias = Callable[[Cell], bool]

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -133,8 +134,10 @@ def compute(index: int, cell: Cell, program: str) -> Outcome:
 
     if program_digest() != program:
         return Outcome(index, None, "IceFrog is another version where this cell is computed, or was changed meanwhile")
+    started_s = time.process_time()
     try:
-        return Outcome(index, run_cell(cell))
+        result = run_cell(cell)
+        return Outcome(index, {**result, "cpu_s": round(time.process_time() - started_s, 3)})
     except UserError as error:
         return Outcome(index, None, f"{error.message} ({error.hint})")
     except Exception as error:
