@@ -23,6 +23,9 @@ _POLICIES: Mapping[str, str] = {
     "tiresias": "icefrog.policies.tiresias:Tiresias",
     "optimus": "icefrog.policies.optimus:Optimus",
     "pollux": "icefrog.policies.pollux:Pollux",
+    "lucid+": "icefrog.policies.lucid_plus:LucidPlus",
+    "optimus+": "icefrog.policies.optimus_plus:OptimusPlus",
+    "pollux+": "icefrog.policies.pollux_plus:PolluxPlus",
     "gavel": "icefrog.policies.gavel:Gavel",
     "icefrog": "icefrog.policies.icefrog:IceFrog",
 }

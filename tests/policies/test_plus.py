@@ -1,0 +1,63 @@
+"""The paper's baselines with tuned FreezeOut."""
+
+from __future__ import annotations
+
+import pytest
+
+from icefrog.policies import make_policy
+from icefrog.testing.builders import candidate, cluster, job_spec
+from icefrog.types import Candidate, JobView, Snapshot
+
+
+@pytest.mark.parametrize("name", ["lucid+", "optimus+", "pollux+"])
+def test_they_freeze_by_freezeout_and_only_pollux_moves_the_batch(name: str) -> None:
+    pricing = make_policy(name).pricing
+    assert pricing.freezing == "freezeout"
+    assert (pricing.batch == "elastic") == (name == "pollux+")
+
+
+def options() -> tuple[Candidate, ...]:
+    return candidate(1, 1000.0), candidate(2, 600.0), candidate(1, 1100.0, shared=True)
+
+
+def waiting(name: str) -> JobView:
+    return JobView(
+        spec=job_spec(name, share=True),
+        profile=None,
+        submit_s=0.0,
+        gpus=(),
+        shared=False,
+        running=False,
+        config=None,
+        effective_samples=0.0,
+        remaining_samples=None,
+        frozen_layers=0,
+        stats=None,
+        attained_gpu_s=0.0,
+        holding_since_s=None,
+        waiting_since_s=0.0,
+        restart_s=60.0,
+        num_restarts=0,
+    )
+
+
+def snapshot(num_jobs: int, num_gpus: int) -> Snapshot:
+    jobs = tuple(waiting(f"j{i}") for i in range(num_jobs))
+    return Snapshot(now_s=0.0, cluster=cluster(1, num_gpus), jobs=jobs)
+
+
+@pytest.mark.parametrize(("num_jobs", "num_gpus", "num_pairs"), [(3, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 4), (9, 4, 4)])
+def test_optimus_plus_packs_as_many_pairs_as_the_queue_takes(num_jobs: int, num_gpus: int, num_pairs: int) -> None:
+    now = snapshot(num_jobs, num_gpus)
+    plan = make_policy("optimus+").decide(now, {job.job_id: options() for job in now.jobs})
+    assert len(plan.pairs) == num_pairs
+    assert len(plan.choices) == min(num_jobs, num_gpus + num_pairs)
+
+
+def test_optimus_plus_deals_out_what_packing_leaves() -> None:
+    now = snapshot(3, 4)
+    plan = make_policy("optimus+").decide(now, {job.job_id: options() for job in now.jobs})
+    assert sorted(choice.config.num_gpus for choice in plan.choices.values()) == [1, 1, 2]
+    alone = make_policy("optimus+", {"share": False}).decide(snapshot(5, 4), {f"j{i}": options() for i in range(5)})
+    assert not alone.pairs
+    assert len(alone.choices) == 4
