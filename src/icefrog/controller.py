@@ -300,6 +300,7 @@ class Controller:
             elastic_batch=self.policy.pricing.batch == "elastic",
             shared=config.shared,
             gpu_type=config.gpu_type,
+            reports=self.policy.pricing.reads_progress,
         )
 
 

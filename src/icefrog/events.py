@@ -42,6 +42,7 @@ class Grant(BaseModel):
     )
     elastic_batch: bool = Field(default=False, description="the job may move its global batch by itself")
     shared: bool = False
+    reports: bool = Field(default=True, description="whether anybody reads reports of progress")
     gpu_type: str = Field(default=ANY_GPU, description="the type of the GPUs where the plan named one")
 
     @property

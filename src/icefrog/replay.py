@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from icefrog.lazymap import LazyMap
 from icefrog.policies import make_policy
 from icefrog.profile import Profile
 from icefrog.report import RunRecord, summarise, summary_document, write_jobs_csv, write_report, write_summary
@@ -22,6 +23,7 @@ from icefrog.traces.jobs import task_mix, to_specs
 from icefrog.traces.synth import PREFIX, synth_trace
 from icefrog.traces.window import pool_days
 from icefrog.workloads import LayerCurves, job_curves, job_profile, load_catalogue
+from icefrog.workloads.jobs import check_gpu_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def prepare(choice: TraceChoice, cluster: ClusterSpec, limit: FreezeLimit | None
     """Read the trace and match its jobs to the catalogue. Raises :class:`icefrog.errors.UserError`."""
     trace = choice.read()
     catalogue = load_catalogue()
+    check_gpu_types(cluster.parts, catalogue)
     per_node = max(cluster.gpus_per_node)
     jobs = to_specs(trace, catalogue, seed=choice.seed, max_gpus=cluster.num_gpus, gpus_per_node=per_node)
     specs = jobs.specs if limit is None else limit.apply(jobs.specs, choice.seed)
@@ -115,10 +118,12 @@ def prepare(choice: TraceChoice, cluster: ClusterSpec, limit: FreezeLimit | None
         "dropped": dict(jobs.report.dropped),
         "workloads": task_mix(jobs.specs),
     }
+    by_id = {spec.job_id: spec for spec in specs}
+    types = tuple(cluster.parts)
     return Workload(
         specs=specs,
-        profiles={spec.job_id: job_profile(spec, catalogue, per_node) for spec in specs},
-        curves={spec.job_id: job_curves(spec, catalogue) for spec in specs},
+        profiles=LazyMap(by_id, lambda job_id: job_profile(by_id[job_id], catalogue, per_node, types)),
+        curves=LazyMap(by_id, lambda job_id: job_curves(by_id[job_id], catalogue)),
         trace=facts,
     )
 

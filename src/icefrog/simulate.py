@@ -168,10 +168,13 @@ def simulate(
 def _drive(controller: Controller, world: SimWorld, log: LogWriter, settings: SimSettings, watch: _Watch) -> str:
     clock = VirtualClock()
     changes = settings.outages.changes(len(world.cluster.gpus_per_node), settings.seed)
+    executor = SimExecutor(world, clock, changes)
+    if controller.policy.oracle:
+        controller.state.true_remaining_s = executor.remaining_s
     try:
         run(
             controller,
-            SimExecutor(world, clock, changes),
+            executor,
             log,
             clock,
             round_s=settings.round_s,

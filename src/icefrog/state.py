@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -189,6 +189,8 @@ class ClusterState:
         self.unsaid: dict[str, None] = {}
         """Waiting jobs whose reason is not ``waiting_reason``: they are new, or were told one of their own."""
         self.waiting_reason: str | None = None
+        self.true_remaining_s: Callable[[str], float | None] | None = None
+        """For oracles in a simulation: true service time left now. None: told by the last report and the logged duration."""
         # Kept between snapshots, since most jobs do not change from one to the next.
         self._views: dict[str, JobView] = {}
         self._stale: dict[str, None] = {}  # jobs that something happened to since their view was made
@@ -345,7 +347,7 @@ class ClusterState:
             jobs=views,
             seed=seed,
             memory=self.memory.get(policy),
-            oracle_remaining_s=_OracleTimes(views, self.jobs) if oracle else None,
+            oracle_remaining_s=_OracleTimes(views, self) if oracle else None,
             down=frozenset(self.down),
         )
 
@@ -398,14 +400,22 @@ class ClusterState:
 class _OracleTimes(Mapping[str, float]):
     """True service time left by job id, computed where it is asked for."""
 
-    def __init__(self, views: JobViews, jobs: Mapping[str, JobState]) -> None:
+    def __init__(self, views: JobViews, state: ClusterState) -> None:
         self._views = views
-        self._jobs = jobs
+        self._state = state
+        self._known: dict[str, float] = {}
 
     def __getitem__(self, job_id: str) -> float:
-        if job_id not in self._views.by_id:
-            raise KeyError(job_id)
-        return _oracle_remaining_s(self._jobs[job_id])
+        found = self._known.get(job_id)
+        if found is None:
+            if job_id not in self._views.by_id:
+                raise KeyError(job_id)
+            ask = self._state.true_remaining_s
+            found = None if ask is None else ask(job_id)
+            if found is None:
+                found = _oracle_remaining_s(self._state.jobs[job_id])
+            self._known[job_id] = found
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._views.by_id)

@@ -42,6 +42,11 @@ class Pricing:
     """lambda: the speed of a sharer that the estimates assume, 1.0 = alone (Eq. 8)."""
     by_gpu_type: bool = False
     """Whether options name a GPU type, each with its own speed; otherwise they run on any."""
+    counts: Literal["all", "requested"] = "all"
+    """``requested``: a rigid policy, which looks at no other GPU count than the one that was asked for."""
+    reads_progress: bool = True
+    """Whether the policy looks at how far a running job is (samples done and left). Where it does not, simulated jobs that
+    have nothing to tune are not interrupted to report, and ``effective_samples`` is that of the last stop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -85,6 +85,10 @@ class SimulatedJob(Protocol):
         """What it says then; None: nothing that anybody needs."""
         ...
 
+    def remaining_s(self, now_s: float) -> float | None:
+        """True service time left, were the job to run as it was logged, for oracles; None: the world has no such notion."""
+        ...
+
     def true_occupancy(self) -> tuple[float, float]:
         """(peak memory in bytes, utilisation in percent) on each of its GPUs as it runs now."""
         ...
@@ -99,12 +103,17 @@ class SimWorld(Protocol):
         ...
 
     @property
+    def specs(self) -> Sequence[JobSpec]:
+        """The jobs, in order of submission."""
+        ...
+
+    @property
     def failures_per_gpu_h(self) -> float:
         """Rate of random crashes."""
         ...
 
     def start_jobs(self) -> Mapping[str, SimulatedJob]:
-        """Every job by id, as it is before it is submitted; in order of submission."""
+        """Every job by id, as it is before it is submitted. They may be made when they are asked for."""
         ...
 
     def rng(self, job_id: str, stream: int) -> np.random.Generator:

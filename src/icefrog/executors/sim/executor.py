@@ -12,6 +12,7 @@ from icefrog.driver import VirtualClock
 from icefrog.executors.sim.base import SimulatedJob, SimWorld
 from icefrog.executors.sim.failures import NodeChange
 from icefrog.executors.sim.world import sharing_speed
+from icefrog.lazymap import LazyMap
 from icefrog.state import ClusterState
 from icefrog.types import GpuId
 
@@ -35,7 +36,8 @@ class SimExecutor:
     def __init__(self, world: SimWorld, clock: VirtualClock, node_changes: Iterable[NodeChange] = ()) -> None:
         self._world = world
         self._clock = clock
-        self._jobs = dict(world.start_jobs())
+        self._alive: dict[str, SimulatedJob] = {}  # submitted, and not finished
+        self._jobs = LazyMap({spec.job_id: spec for spec in world.specs}, world.start_jobs().__getitem__, self._alive)
         self._holders: dict[GpuId, list[SimulatedJob]] = {}
         self._heap: list[tuple[float, int, str, str, int]] = []
         self._scheduled = 0
@@ -45,8 +47,8 @@ class SimExecutor:
         self._down: set[int] = set()
         self._waited_for: Collection[str] = ()  # jobs that are not finished, of the state that we were told of
         self._failures = {job_id: world.rng(job_id, 2) for job_id in self._jobs if world.failures_per_gpu_h > 0}
-        for job_id, job in self._jobs.items():
-            self._schedule(job.spec.submit_s, job_id, _SUBMIT, 0)
+        for spec in world.specs:
+            self._schedule(spec.submit_s, spec.job_id, _SUBMIT, 0)
 
     # -- Executor ----------------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,10 @@ class SimExecutor:
     def close(self) -> None:
         """Nothing to let go of."""
 
+    def remaining_s(self, job_id: str) -> float | None:
+        """True service time left, for oracles; None where the world has no such notion."""
+        return self._jobs[job_id].remaining_s(self._clock.now_s())
+
     # -- events ------------------------------------------------------------------------------------------------------------
 
     def _schedule(self, time_s: float, job_id: str, kind: str, generation: int) -> None:
@@ -147,6 +153,7 @@ class SimExecutor:
     def _finish(self, job: SimulatedJob, now_s: float) -> ev.JobFinished:
         job.finish()
         self._release(job, now_s)
+        del self._alive[job.job_id]
         return ev.JobFinished(
             time_s=now_s,
             job_id=job.job_id,
@@ -158,6 +165,7 @@ class SimExecutor:
     def _crash(
         self, job: SimulatedJob, now_s: float, reason: str, *, cause: Literal["job", "node"] = "job"
     ) -> ev.JobCrashed:
+        job.advance(now_s)
         job.fall_back()
         self._release(job, now_s)
         return ev.JobCrashed(
@@ -240,7 +248,8 @@ class SimExecutor:
         partner = self._partner(job)
         if partner is None:
             return []
-        if job.true_occupancy()[0] + partner.true_occupancy()[0] <= self._world.cluster.gpu_mem_bytes:
+        mem_bytes = self._world.cluster.node_mem_bytes[job.gpus[0].node]
+        if job.true_occupancy()[0] + partner.true_occupancy()[0] <= mem_bytes:
             return []
         victim = max(job, partner, key=lambda one: (one.spec.submit_s, one.job_id))
         return [self._crash(victim, now_s, f"out of GPU memory beside {(partner if victim is job else job).job_id}")]

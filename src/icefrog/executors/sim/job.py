@@ -7,7 +7,10 @@ penalty that follows from them. The Layer Tuner reads only the second.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, pen
 from icefrog.events import Grant, ProgressReported
 from icefrog.executors.sim.truth import TrueJob, WorldConfig
 from icefrog.profile import FloatArray
+from icefrog.spec import ClusterSpec
 from icefrog.types import GpuId
 
 _REPORTED_DIGITS = 4
@@ -36,19 +40,24 @@ class Rate:
 class SimJob:
     """The state of one job between events. The executor calls; time is an argument.
 
+    A job whose grant leaves it nothing to tune (*plain*: no freezing, one batch) looks at no statistics, and where nobody
+    reads its reports either, nothing happens to it between its start and its end.
+
     Args:
         truth: from the world.
         config: of the world.
-        rng: for the sampling error of the job's statistics.
-        gpu_mem_bytes: of the GPUs.
+        rng: makes the generator for the sampling error of the job's statistics.
+        cluster: says of which type the GPUs are that the job is given.
     """
 
-    def __init__(self, truth: TrueJob, config: WorldConfig, rng: np.random.Generator, gpu_mem_bytes: float) -> None:
+    def __init__(
+        self, truth: TrueJob, config: WorldConfig, rng: Callable[[], np.random.Generator], cluster: ClusterSpec
+    ) -> None:
         self.truth = truth
         self.spec = truth.spec
         self._config = config
-        self._rng = rng
-        self._gpu_mem_bytes = gpu_mem_bytes
+        self._make_rng = rng
+        self._cluster = cluster
         self._num_layers = truth.profile.num_layers
         self._interval_samples = _interval_samples(truth, config)
         self.effective = 0.0
@@ -56,9 +65,7 @@ class SimJob:
         self.samples = 0.0
         self._interval_end = self._interval_samples
         self._checkpoint = (0.0, 0.0, 0.0)
-        self._stored_v: FloatArray = np.zeros(self._num_layers)  # true V of the frozen prefix, as it froze
         self._frozen_since = 0.0  # true progress when the boundary was put in force
-        self._true_v = truth.variance(0.0, 0.0, 0)  # at the last look
         self._seen_v: FloatArray | None = None
         self._seen_g: FloatArray | None = None
         self.frozen = 0
@@ -68,6 +75,8 @@ class SimJob:
         self.attempt = 0
         self.gpus: tuple[GpuId, ...] = ()
         self.grant: Grant | None = None
+        self._true, self._estimate = truth.profile, truth.estimate  # on the type of its GPUs
+        self._gpu_mem_bytes = cluster.gpu_mem_bytes  # of its GPUs
         self.generation = 0  # events scheduled for another generation are stale
         self.rate = Rate()
         self._starts = 0
@@ -78,6 +87,7 @@ class SimJob:
         self._speed: FloatArray = np.zeros((0, 0))  # true samples/s by way and depth, alone
         self._believed: FloatArray = np.zeros((0, 0))  # the same by the estimates; 0: does not fit
         self._schedule: freezeout.Schedule | None = None  # FreezeOut's, chosen when it is first granted
+        self._plain = False  # the grant leaves nothing to tune
 
     @property
     def job_id(self) -> str:
@@ -99,18 +109,64 @@ class SimJob:
         """Whether an attempt holds GPUs."""
         return bool(self.gpus)
 
+    # Needed by jobs that freeze or move their batch only, and costly in a trace of many others.
+
+    @cached_property
+    def _rng(self) -> np.random.Generator:
+        return self._make_rng()
+
+    @cached_property
+    def _stored_v(self) -> FloatArray:
+        """True V of the frozen prefix, as it froze."""
+        return np.zeros(self._num_layers)
+
+    @cached_property
+    def _true_v(self) -> FloatArray:
+        """True V at the last look."""
+        return self.truth.variance(0.0, 0.0, 0)
+
     # -- the attempt -------------------------------------------------------------------------------------------------------
 
     def start(self, now_s: float, attempt: int, gpus: tuple[GpuId, ...], grant: Grant) -> None:
         """Hold the GPUs; compute after the restart cost (none for the first start: the logged time contains it)."""
         self.attempt, self.gpus = attempt, gpus
+        self._take_type(grant)
         self._since_s = now_s + (self._config.restart_s if self._starts else 0.0)
         self._starts += 1
         self.regrant(now_s, grant)
 
+    def _take_type(self, grant: Grant) -> None:
+        """The costs on the GPUs that it holds. Where a policy made it span types, all wait for the slowest."""
+        nodes = {gpu.node for gpu in self.gpus}
+        types = sorted({self._cluster.node_types[node] for node in nodes})
+        gpu_type = types[0] if len(types) == 1 else max(types, key=lambda t: self._granted_s(t, grant))
+        self._true, self._estimate = self.truth.profile.on(gpu_type), self.truth.estimate.on(gpu_type)
+        self._gpu_mem_bytes = min(self._cluster.node_mem_bytes[node] for node in nodes)
+
+    def _granted_s(self, gpu_type: str, grant: Grant) -> float:
+        m, k = grant.batch_per_gpu, grant.accum_steps
+        return float(step_s(self.truth.profile.on(gpu_type), grant.num_gpus, grant.num_nodes, m, 0, k))
+
     def regrant(self, now_s: float, grant: Grant) -> None:
         """Take new bounds: the tuner runs, as at every re-allocation."""
         self.grant = grant
+        self._plain = grant.freezing == "none" and not grant.elastic_batch and self.frozen == 0
+        if self._plain:
+            self._run_plainly(grant)
+        else:
+            self._weigh_ways(grant)
+            self.tune()
+
+    def _run_plainly(self, grant: Grant) -> None:
+        """One way to run, all layers."""
+        m, k = grant.batch_per_gpu, grant.accum_steps
+        self._ways, self._way, self._batches = ((m, k),), 0, np.array([grant.global_batch])
+        time_s = step_s(self._true, grant.num_gpus, grant.num_nodes, m, 0, k)
+        self._speed = (grant.global_batch / time_s).reshape(1, 1)
+        self.psi, self.reason = 1.0, "the grant leaves one depth"
+
+    def _weigh_ways(self, grant: Grant) -> None:
+        """The speed of every way to run that the grant allows."""
         granted = (grant.batch_per_gpu, grant.accum_steps)
         # A sharer fits beside its partner with the batch that was priced, so it does not move it.
         moves = grant.elastic_batch and not grant.shared
@@ -127,8 +183,7 @@ class SimJob:
         m, k = (np.array(column)[:, None] for column in zip(*self._ways, strict=True))
         depths = np.arange(self._num_layers)
         self._batches = (grant.num_gpus * m * k)[:, 0]
-        self._speed = grant.num_gpus * m * k / step_s(self.truth.profile, grant.num_gpus, grant.num_nodes, m, depths, k)
-        self.tune()
+        self._speed = grant.num_gpus * m * k / step_s(self._true, grant.num_gpus, grant.num_nodes, m, depths, k)
 
     def leave(self) -> None:
         """Let the GPUs go. The books stay as they are."""
@@ -140,7 +195,12 @@ class SimJob:
         self._checkpoint = (self.effective, self.counted, self.samples)
 
     def fall_back(self) -> None:
-        """The attempt died: the last checkpoint holds."""
+        """The attempt died: the last checkpoint holds. Tuning points at which nothing happened were checkpoints, too."""
+        if self._silent:
+            since = max(self._next_boundary() - self._interval_samples - self._checkpoint[2], 0.0)
+            worth = self.rate.effective_per_s / self.rate.samples_per_s
+            effective, counted, samples = self._checkpoint
+            self._checkpoint = effective + since * worth, counted + since * worth, samples + since
         self.effective, self.counted, self.samples = self._checkpoint
         self._interval_end = self._next_boundary()
 
@@ -166,8 +226,22 @@ class SimJob:
             believed = float(self._efficiency(self._seen_v, self._seen_g)[self._way])
         self.rate = Rate(samples, samples * self._true_psi() * worth, samples * self.psi * believed)
 
+    def remaining_s(self, now_s: float) -> float:
+        """True service time left, were it to run as it was logged; for a job without a logged time, samples left."""
+        running_s = max(now_s - self._since_s, 0.0) if self.holds else 0.0
+        left = max(self.total_samples - self.effective - self.rate.effective_per_s * running_s, 0.0)
+        return left if self.spec.duration_s is None else self.spec.duration_s * left / self.total_samples
+
+    @property
+    def _silent(self) -> bool:
+        """Whether it neither tunes nor reports."""
+        return self._plain and self.grant is not None and not self.grant.reports
+
     def next_event(self) -> tuple[float, bool]:
         """When the interval or the job ends, and whether it is the job. Events never lie in the past."""
+        if self._silent:
+            left = self.truth.total_samples - self.effective
+            return self._since_s + max(left / self.rate.effective_per_s, 0.0), True
         interval_s = (self._interval_end - self.samples) / self.rate.samples_per_s
         finish_s = (self.truth.total_samples - self.effective) / self.rate.effective_per_s
         return self._since_s + max(min(interval_s, finish_s), 0.0), finish_s <= interval_s + _SAME_TIME_S
@@ -180,8 +254,9 @@ class SimJob:
         """A tuning point: look at the gradients, checkpoint, tune."""
         self.samples = self._interval_end
         self._interval_end = self._next_boundary()
-        self._observe()
-        self.tune()
+        if not self._plain:
+            self._observe()
+            self.tune()
         self.save()
 
     # -- the Layer Tuner ---------------------------------------------------------------------------------------------------
@@ -190,7 +265,7 @@ class SimJob:
         """argmax of E over the depths and batches that the grant allows, on what the job itself has seen."""
         assert self.grant is not None
         low, high = self._bounds(self.grant)
-        psi = penalties(self.truth.estimate, self._seen_v)
+        psi = penalties(self._estimate, self._seen_v)
         depth, way, self.reason = low, self._way, "the grant leaves one depth"
         if self.grant.freezing == "freezeout":
             low, high = self._scheduled(low, high)
@@ -249,7 +324,7 @@ class SimJob:
     def _table(self, placements: tuple[tuple[int, int], ...], batches: tuple[int, ...]) -> TunerTable:
         """Every way to run as the Layer Tuner tabulates it, on the estimates."""
         rule = TunerRule(placements, batches, self.spec.batch.initial, self._num_layers - 1, self._gpu_mem_bytes)
-        return TunerTable.of(self.truth.estimate, rule)
+        return TunerTable.of(self._estimate, rule)
 
     @property
     def progress(self) -> float:
@@ -301,7 +376,7 @@ class SimJob:
         return np.asarray((phi + self.spec.batch.initial) / (phi + self._batches))
 
     def _next_boundary(self) -> float:
-        return float((np.floor(self.samples / self._interval_samples + 1e-9) + 1.0) * self._interval_samples)
+        return (math.floor(self.samples / self._interval_samples + 1e-9) + 1.0) * self._interval_samples
 
     # -- what it says ------------------------------------------------------------------------------------------------------
 
@@ -330,7 +405,7 @@ class SimJob:
     def true_occupancy(self) -> tuple[float, float]:
         """(peak memory in bytes, utilisation in percent) on each of its GPUs as it runs now."""
         assert self.grant is not None
-        profile, m = self.truth.profile, self._ways[self._way][0]
+        profile, m = self._true, self._ways[self._way][0]
         return float(occupancy.mem_bytes(profile, m, self.frozen)), float(occupancy.util_pct(profile, m, self.frozen))
 
 

@@ -47,7 +47,7 @@ class WorldConfig:
     """Tuning points of a job: its epochs, within these bounds (short jobs tune every K steps, long ones every K epochs)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TrueJob:
     """What the world knows of one job."""
 

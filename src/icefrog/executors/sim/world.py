@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -16,7 +19,8 @@ from icefrog.candidates import min_nodes
 from icefrog.estimate.tuner import TunerRule, TunerTable
 from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
-from icefrog.profile import ComputeCurve, OccupancyParams, Profile, SyncCurve, ThroughputParams
+from icefrog.lazymap import LazyMap
+from icefrog.profile import ComputeCurve, GpuCost, OccupancyParams, Profile, SyncCurve, ThroughputParams
 from icefrog.spec import ClusterSpec, JobSpec
 
 INTERFERENCE = 0.1
@@ -44,41 +48,90 @@ class World:
     ) -> None:
         self.config = config
         self.cluster = cluster
-        self.jobs = {spec.job_id: self._job(spec, profiles[spec.job_id], curves[spec.job_id]) for spec in specs}
-
-    @property
-    def estimates(self) -> dict[str, Profile]:
+        self.specs = specs
+        self._specs = {spec.job_id: spec for spec in specs}
+        self._profiles = profiles
+        self._curves = curves
+        self._as_logged: dict[tuple[int, ...], tuple[Profile, AsLogged]] = {}
+        self.jobs: Mapping[str, TrueJob] = LazyMap(self._specs, self._job, WeakValueDictionary())
+        """By id; made anew where nobody has kept it."""
+        self.estimates: Mapping[str, Profile] = LazyMap(self._specs, lambda job_id: self.jobs[job_id].estimate)
         """Estimated profile by job id: all that the scheduler is told."""
-        return {job_id: job.estimate for job_id, job in self.jobs.items()}
 
     @property
     def failures_per_gpu_h(self) -> float:
         """Rate of random crashes."""
         return self.config.failures_per_gpu_h
 
-    def start_jobs(self) -> dict[str, SimJob]:
+    def start_jobs(self) -> Mapping[str, SimJob]:
         """Every job as it is before it is submitted."""
-        mem_bytes = self.cluster.gpu_mem_bytes
-        return {i: SimJob(job, self.config, self.rng(i, 1), mem_bytes) for i, job in self.jobs.items()}
+        cluster = self.cluster
+        return LazyMap(self._specs, lambda i: SimJob(self.jobs[i], self.config, partial(self.rng, i, 1), cluster))
 
     def rng(self, job_id: str, stream: int) -> np.random.Generator:
         """A generator of the job's own, so that what a policy does to one job cannot change the luck of another."""
         return np.random.default_rng([self.config.seed, zlib.crc32(job_id.encode()), stream])
 
-    def _job(self, spec: JobSpec, profile: Profile, curves: Curves) -> TrueJob:
-        rng = self.rng(spec.job_id, 0)
-        truth = calibrated(spec, profile, self.cluster)
+    def _job(self, job_id: str) -> TrueJob:
+        spec, profile, curves = self._specs[job_id], self._profiles[job_id], self._curves[job_id]
+        rng = self.rng(job_id, 0)
+        logged = self._logged(spec, profile)
+        truth = _calibrated(spec, profile, logged)
+        margin = np.inf if logged.mem_bytes is None else logged.gpu_mem_bytes / max(logged.mem_bytes, 1.0)
         estimate = truth.model_copy(
             update={
                 "throughput": _perturbed(truth.throughput, self.config.noise, rng),
-                "occupancy": _perturbed_occupancy(
-                    truth.occupancy, self.config.occupancy_noise, rng, _memory_margin(spec, truth, self.cluster)
-                ),
+                "occupancy": _perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
+                "by_gpu_type": {t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
             }
         )
         split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
         total = float(spec.max_epochs * profile.samples_per_epoch)
-        return TrueJob(spec, truth, estimate, curves, split, total, _request_nodes(spec, self.cluster))
+        return TrueJob(spec, truth, estimate, curves, split, total, request_nodes(spec, self.cluster))
+
+    def _perturbed_cost(self, job_id: str, gpu_type: str, cost: GpuCost) -> GpuCost:
+        """Errors of its own for each type."""
+        rng = self.rng(job_id, zlib.crc32(gpu_type.encode()))
+        noisy = _perturbed(cost.throughput, self.config.noise, rng)
+        factor = float(np.exp(self.config.occupancy_noise * rng.standard_normal()))
+        a, b, c, d = cost.util_pct
+        return GpuCost(throughput=noisy, util_pct=(a * factor, b * factor, c * factor, d * factor))
+
+    def _logged(self, spec: JobSpec, profile: Profile) -> AsLogged:
+        """One for all jobs of a task with the same request and batch: their profiles differ in the length of an epoch."""
+        parts = (id(profile.throughput), id(profile.occupancy), id(profile.layers))
+        key = (*parts, profile.min_local_batch, profile.max_local_batch, spec.requested_gpus, spec.batch.initial)
+        known = self._as_logged.get(key)
+        if known is None:
+            known = self._as_logged[key] = (
+                profile,
+                as_logged(spec, profile, self.cluster),
+            )  # the profile keeps the ids
+        return known[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AsLogged:
+    """A job as it ran: at its requested count and initial batch, nothing frozen, alone."""
+
+    samples_per_s: float
+    """Of the fastest way that fits; 0: there is none."""
+    mem_bytes: float | None
+    """Of the leanest way that fits, on each GPU; None: there is none."""
+    gpu_mem_bytes: float = 0.0
+    """Of the GPUs that it ran on."""
+
+
+def as_logged(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> AsLogged:
+    """What the profile says of the job as it was logged: on the type of which the cluster has most GPUs, and which it fits."""
+    for gpu_type, part in cluster.parts.items():
+        placement = (spec.requested_gpus, request_nodes(spec, part))
+        rule = TunerRule((placement,), (spec.batch.initial,), spec.batch.initial, 0, part.gpu_mem_bytes)
+        table = TunerTable.of(profile.on(gpu_type), rule)
+        if table.legal.any():
+            fastest, leanest = float(table.throughput.max()), float(table.mem_bytes[table.legal].min())
+            return AsLogged(fastest, leanest, part.gpu_mem_bytes)
+    return AsLogged(0.0, None)
 
 
 def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile:
@@ -86,34 +139,24 @@ def calibrated(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> Profile
 
     Unchanged for a job without a logged time, or whose initial batch cannot run on the requested count.
     """
-    if spec.duration_s is None:
+    return _calibrated(spec, profile, as_logged(spec, profile, cluster))
+
+
+def _calibrated(spec: JobSpec, profile: Profile, logged: AsLogged) -> Profile:
+    if spec.duration_s is None or logged.samples_per_s <= 0.0:
         return profile
-    table = _as_logged(spec, profile, cluster)
-    fastest = float(table.throughput.max()) if table.throughput.size else 0.0
-    if fastest <= 0.0:
-        return profile
-    factor = spec.duration_s * fastest / (spec.max_epochs * profile.samples_per_epoch)
-    return profile.model_copy(update={"throughput": scaled(profile.throughput, factor)})
+    factor = spec.duration_s * logged.samples_per_s / (spec.max_epochs * profile.samples_per_epoch)
+    others = {
+        gpu_type: cost.model_copy(update={"throughput": scaled(cost.throughput, factor)})
+        for gpu_type, cost in profile.by_gpu_type.items()
+    }
+    return profile.model_copy(update={"throughput": scaled(profile.throughput, factor), "by_gpu_type": others})
 
 
-def _as_logged(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> TunerTable:
-    """The ways to run the job at its requested count and initial batch, nothing frozen."""
-    placement = (spec.requested_gpus, _request_nodes(spec, cluster))
-    rule = TunerRule((placement,), (spec.batch.initial,), spec.batch.initial, 0, cluster.gpu_mem_bytes)
-    return TunerTable.of(profile, rule)
-
-
-def _request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
+def request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
+    """Over how many nodes the job spread when it was logged: as few as hold its request."""
     gpus = spec.requested_gpus
     return min_nodes(cluster, gpus) or -(-gpus // max(cluster.gpus_per_node))
-
-
-def _memory_margin(spec: JobSpec, truth: Profile, cluster: ClusterSpec) -> float:
-    """How far the estimate of its memory may be too high before a job, which did run, would seem never to fit."""
-    table = _as_logged(spec, truth, cluster)
-    if not table.legal.any():
-        return np.inf
-    return cluster.gpu_mem_bytes / max(float(table.mem_bytes[table.legal].min()), 1.0)
 
 
 def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:

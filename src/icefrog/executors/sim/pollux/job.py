@@ -191,6 +191,10 @@ class PolluxJob:
             reason=f"epoch {books.epoch} of {self.app.epochs}",
         )
 
+    def remaining_s(self, now_s: float) -> float | None:
+        """Not known: how long a job takes follows from its batch, step by step."""
+        return None
+
     def true_occupancy(self) -> tuple[float, float]:
         """Not measured."""
         return _NO_SHARING
@@ -219,6 +223,7 @@ class PolluxJob:
         num_gpus = len(self.gpus)
         while seconds > 0.0:
             assert books.batch is not None
+            known = books.agent
             goodput = self._goodput(books, num_gpus)
             threshold = self.app.thresholds[books.epoch]
             if books.progress + goodput * seconds < threshold:
@@ -234,7 +239,7 @@ class PolluxJob:
                 if books.epoch == self.app.epochs:
                     books.finish_s = books.now_s
                     return
-            if books.agent is not None:
+            if books.agent is not known:  # otherwise it would choose the same again
                 books.batch = self._choose_batch(books)
 
     def _goodput(self, books: Books, num_gpus: int) -> float:
