@@ -123,7 +123,7 @@ class AsLogged:
 
 
 def as_logged(spec: JobSpec, profile: Profile, cluster: ClusterSpec) -> AsLogged:
-    """What the profile says of the job as it was logged: on the type of which the cluster has most GPUs, and which it fits."""
+    """What the profile says of the job as it was logged: on the type with the most GPUs of those that it fits."""
     for gpu_type, part in cluster.parts.items():
         placement = (spec.requested_gpus, request_nodes(spec, part))
         rule = TunerRule((placement,), (spec.batch.initial,), spec.batch.initial, 0, part.gpu_mem_bytes)
