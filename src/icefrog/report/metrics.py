@@ -91,6 +91,8 @@ def summarise(
         "p50_queue_s": percentile(queue_s, 50),
         "p90_queue_s": percentile(queue_s, 90),
         "p99_queue_s": percentile(queue_s, 99),
+        "gpu_utilization_in_service": _utilization_in_service(run),
+        "node_outages": run.node_outages,
         **fairness_summary(run, restart_s),
     }
 
@@ -98,6 +100,12 @@ def summarise(
 def busy_gpu_s(run: RunRecord) -> float:
     """GPU-seconds held by all jobs, those that never finished included."""
     return sum(job.gpu_s for job in run.jobs)
+
+
+def _utilization_in_service(run: RunRecord) -> float:
+    """Busy GPU-seconds over those of the GPUs in service; ``gpu_utilization`` counts nodes that were out, too."""
+    in_service_s = integral(run.capacity, run.end_s)
+    return busy_gpu_s(run) / in_service_s if in_service_s > 0 else 0.0
 
 
 def mean_frozen_fraction(run: RunRecord) -> float | None:

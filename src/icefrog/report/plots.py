@@ -75,13 +75,27 @@ def log_time_axis(title: str, low_s: float, high_s: float) -> Figure:
 
 
 def gpus_in_use(runs: Mapping[str, RunRecord]) -> Figure:
-    """GPUs held over time; the dashed line is the cluster."""
+    """GPUs held over time; the dashed line is what the cluster has in service."""
     total = max(run.cluster.num_gpus for run in runs.values()) if runs else 0
     shown = _over_time(runs, {policy: run.in_use for policy, run in runs.items()}, "GPUs")
     if shown["data"]:
-        shown["layout"]["shapes"] = [_level(total)]
+        longest = max(runs.values(), key=lambda run: run.end_s)
+        if longest.in_service:
+            shown["data"].append(_in_service(longest, runs))
+        else:
+            shown["layout"]["shapes"] = [_level(total)]
         shown["layout"]["yaxis"]["range"] = [0, total * 1.06]
     return shown
+
+
+def _in_service(run: RunRecord, runs: Mapping[str, RunRecord]) -> Figure:
+    """The dashed line where nodes left: nodes do so alike under every policy, so that of the longest run stands for all."""
+    _, unit_s = text.time_unit(_span(runs))
+    steps = _thinned(run.capacity, run, _focus(runs))
+    steps = (*steps, (run.end_s, steps[-1][1]))
+    line = _line(0, "in service", [t / unit_s for t, _ in steps], [gpus for _, gpus in steps])
+    line["line"] |= {"color": "#888888", "width": 1, "dash": "dash"}
+    return line | {"hovertemplate": "%{y:.4~g} GPUs in service"}
 
 
 def jobs_waiting(runs: Mapping[str, RunRecord]) -> Figure:

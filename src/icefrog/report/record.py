@@ -163,6 +163,21 @@ class RunRecord:
     decisions: int
     origin_s: float
     """What was subtracted from the log's times: 0 in a simulation, the first submission on a live cluster."""
+    in_service: StepSeries = ()
+    """GPUs in service, from the first change on; before it all are. Empty: no node ever left."""
+    node_outages: int = 0
+    """How often a node left service, until the end."""
+
+    @property
+    def capacity(self) -> StepSeries:
+        """GPUs in service from the start to the end."""
+        before = [(self.start_s, float(self.cluster.num_gpus))]
+        for time_s, gpus in self.in_service:
+            if time_s <= self.start_s:
+                before = [(self.start_s, gpus)]
+            elif time_s < self.end_s:
+                before.append((time_s, gpus))
+        return tuple(before)
 
     @property
     def live(self) -> bool:
@@ -205,11 +220,16 @@ class Folder:
         for record in records:
             apply(record)
             # A live cluster may have been larger in an earlier life; a simulation's is what its summary says.
-            if self._live is False and isinstance(record, ev.Start | ev.Resize):
+            if self._live is False and isinstance(record, ev.Start | ev.Resize | ev.NodeDown | ev.NodeUp):
                 self._check(record)
             see(record, state)
 
-    def _check(self, record: ev.Start | ev.Resize) -> None:
+    def _check(self, record: ev.Start | ev.Resize | ev.NodeDown | ev.NodeUp) -> None:
+        if isinstance(record, ev.NodeDown | ev.NodeUp):
+            if record.node >= len(self._sizes):
+                label = self._state.cluster.label()
+                raise IllegalTransitionError(f"{record.kind} of node {record.node}, which the cluster {label} lacks")
+            return
         for gpu in record.gpus:
             if not (0 <= gpu.node < len(self._sizes) and 0 <= gpu.device < self._sizes[gpu.node]):
                 label = self._state.cluster.label()
@@ -260,6 +280,8 @@ class _Collector:
         self.on_gpu: dict[GpuId, list[str]] = {}
         self.in_use: list[tuple[float, float]] = []
         self.waiting: list[tuple[float, float]] = []
+        self.in_service: list[tuple[float, float]] = []
+        self.outages: list[float] = []  # when a node left
         self.policy = ""
         self.decisions = 0
 
@@ -271,8 +293,11 @@ class _Collector:
         if isinstance(record, ev.PlanDecided):
             self.policy, self.decisions = record.policy, self.decisions + 1
             return
+        if isinstance(record, ev.NodeDown | ev.NodeUp):
+            self._node(record, state)
+            return
         job_id: str | None = getattr(record, "job_id", None)
-        if job_id is None:  # of no job: ticks, nodes
+        if job_id is None:  # of no job: ticks
             return
         job = state.jobs[job_id]
         trail = self.trails.get(job_id)
@@ -284,6 +309,12 @@ class _Collector:
         if waits != trail.waiting:
             trail.waiting = waits
             _step(self.waiting, record.time_s, 1.0 if waits else -1.0)
+
+    def _node(self, record: ev.NodeDown | ev.NodeUp, state: ClusterState) -> None:
+        gpus = sum(size for node, size in enumerate(state.cluster.gpus_per_node) if node not in state.down)
+        _set(self.in_service, record.time_s, float(gpus))
+        if isinstance(record, ev.NodeDown):
+            self.outages.append(record.time_s)
 
     def _progress(self, record: ev.ProgressReported, job: JobState, trail: _Trail) -> None:
         if job.profile is not None:
@@ -370,6 +401,8 @@ class _Collector:
             end_s=end_s - origin_s,
             decisions=self.decisions,
             origin_s=origin_s,
+            in_service=_shift(self.in_service, origin_s),
+            node_outages=sum(time_s <= end_s for time_s in self.outages),
         )
 
 
