@@ -128,7 +128,7 @@ def test_describe() -> None:
     assert facts["num_gpus"]["p50"] == 3.0
     assert facts["jobs_by_class"] == {"small": 1, "medium": 4, "large": 0, "extra-large": 0}  # 1 GPU h is medium
     assert facts["vcs"] == 1
-    assert "10-60 min       5 " + "#" * 40 in describe_text(hourly(5))
+    assert " 10-60 min  5  100.0 %  " + "█" * 40 in describe_text(hourly(5))
 
 
 @pytest.mark.data

@@ -8,7 +8,7 @@ list is decoded one job at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ _FORMAT = "%Y-%m-%d %H:%M:%S"
 _FIELDS = ("jobid", "user", "vc", "status", "submitted_time")
 _BATCH = 20_000
 _HINT = "the file is Philly's cluster_job_log: a JSON list with one object a job"
-
-_ATTEMPTS: dict[str, pl.DataType | type[pl.DataType]] = {
-    "damaged": pl.Boolean,
-    "attempts": pl.Int64,
-    "gpus": pl.Float64,
-    "starts": pl.List(pl.String),
-    "ends": pl.List(pl.String),
-}
 
 
 def matches(source: Source) -> bool:
@@ -91,26 +83,28 @@ def _skip(text: str, at: int) -> int:
 
 def _part(path: Path, items: list[tuple[int, Any]], first_row: int) -> Part:
     jobs = [value if isinstance(value, dict) else {} for _, value in items]
-    frame = pl.DataFrame({name: pl.Series([_text(job.get(name)) for job in jobs], dtype=pl.String) for name in _FIELDS})
-    attempts = pl.DataFrame([_attempts(job) for job in jobs], schema=_ATTEMPTS, orient="row")
-    table = Table(Block(path, 1, b""), frame.hstack(attempts), tuple(line for line, _ in items))
+    frame = pl.DataFrame([_strings(name, [job.get(name) for job in jobs]) for name in _FIELDS])
+    frame = frame.with_columns(pl.lit("element").alias("what"))  # one without any of the fields is no empty line
+    table = Table(Block(path, 1, b""), frame, tuple(line for line, _ in items))
     rows = Rows(table, first_row)
-    rows.drop("not a job", pl.Series([not isinstance(value, dict) for _, value in items], dtype=pl.Boolean))
-    rows.drop("not a job", attempts["damaged"])
+    sizes = [_gpus(job.get("attempts") or []) for job in jobs]
+    attempts = _attempts(jobs, sizes)
+    count = pl.Series([len(size or ()) for size in sizes], dtype=pl.Int64)
+    gpus = pl.Series([float(max(size or (0,))) for size in sizes], dtype=pl.Float64)
+    whole = [isinstance(value, dict) and size is not None for (_, value), size in zip(items, sizes, strict=True)]
+    rows.drop("not a job", ~pl.Series(whole, dtype=pl.Boolean))
     submit = rows.time("submitted_time", _FORMAT)
-    rows.drop("no attempt: GPU count not known", attempts["attempts"] == 0)
-    bounds = [_times(rows, attempts, name) for name in ("starts", "ends")]
-    rows.drop("still running at the end of the log", bounds[1].list.last().is_null() & (attempts["attempts"] > 0))
-    duration_s = _sum_s(*bounds)
-    rows.drop("attempt without a start or end", duration_s.is_null())
-    rows.drop_impossible(submit, attempts["gpus"], duration_s)
-    first_start = bounds[0].list.first()
-    queue_s = (first_start - submit) / 1e6
+    rows.drop("no attempt: GPU count not known", count == 0)
+    rows.drop("unreadable attempt time", attempts["unreadable"])
+    rows.drop("still running at the end of the log", attempts["last_end"].is_null())
+    rows.drop("attempt without a start or end", attempts["duration_s"].is_null())
+    rows.drop_impossible(submit, gpus, attempts["duration_s"])
+    queue_s = (attempts["first_start"] - submit) / 1e6
     return rows.part(
         job_id=rows.text("jobid"),
         submit_us=submit,
-        num_gpus=attempts["gpus"],
-        duration_s=duration_s,
+        num_gpus=gpus,
+        duration_s=attempts["duration_s"],
         user=rows.text("user"),
         vc=rows.text("vc"),
         state=state_of(rows.text("status")),
@@ -118,46 +112,64 @@ def _part(path: Path, items: list[tuple[int, Any]], first_row: int) -> Part:
     )
 
 
-def _attempts(job: Mapping[str, Any]) -> tuple[bool, int, float, list[str | None], list[str | None]]:
-    """(not what a job has, number, GPUs of the largest, starts, ends)."""
-    attempts = job.get("attempts") or []
-    if not isinstance(attempts, list) or not all(isinstance(one, dict) for one in attempts):
-        return True, 0, 0.0, [], []
-    gpus = [_gpus(one.get("detail") or []) for one in attempts]
-    if None in gpus:
-        return True, 0, 0.0, [], []
-    starts, ends = ([_text(one.get(name)) for one in attempts] for name in ("start_time", "end_time"))
-    return False, len(attempts), float(max((n for n in gpus if n is not None), default=0)), starts, ends
-
-
-def _gpus(detail: Any) -> int | None:
-    if not isinstance(detail, list):
+def _gpus(attempts: Any) -> list[int] | None:
+    """GPUs of each attempt; None for what are no attempts."""
+    if not isinstance(attempts, list):
         return None
-    lists = [node.get("gpus") or [] if isinstance(node, dict) else None for node in detail]
-    return sum(map(len, lists)) if all(isinstance(gpus, list) for gpus in lists) else None  # type: ignore[arg-type]
+    sizes = []
+    for attempt in attempts:
+        detail = (attempt.get("detail") or []) if isinstance(attempt, dict) else None
+        if not isinstance(detail, list):
+            return None
+        lists = [node.get("gpus") or [] if isinstance(node, dict) else None for node in detail]
+        if not all(isinstance(gpus, list) for gpus in lists):
+            return None
+        sizes.append(sum(len(gpus) for gpus in lists if gpus))
+    return sizes
 
 
-def _times(rows: Rows, attempts: pl.DataFrame, name: str) -> pl.Series:
-    """Microseconds of the attempts, as lists; a time that cannot be read drops the job."""
-    flat = attempts.select(pl.int_range(pl.len()).alias("job"), name).explode(name, empty_as_null=True)
-    text = flat[name].set(flat[name].is_in(list(MISSING)).fill_null(False), None)
-    at = text.str.to_datetime(_FORMAT, strict=False, time_unit="us").cast(pl.Int64)
-    bad = flat.filter(text.is_not_null() & at.is_null())["job"].unique()
-    jobs = pl.int_range(0, attempts.height, eager=True)
-    rows.drop("unreadable attempt time", jobs.is_in(bad.to_list()))
-    return flat.select("job", at.alias("at")).group_by("job", maintain_order=True).agg("at")["at"]
-
-
-def _sum_s(starts: pl.Series, ends: pl.Series) -> pl.Series:
-    """Seconds over all attempts; null where a start or an end is missing."""
-    frame = pl.DataFrame({"start": starts, "end": ends}).with_row_index("job").explode("start", "end")
+def _attempts(jobs: list[dict[str, Any]], sizes: list[list[int] | None]) -> pl.DataFrame:
+    """One row a job: first start and last end (microseconds), the sum over attempts (s; null where one has no start or
+    end), and whether a time cannot be read.
+    """
+    flat = [
+        (index, attempt.get("start_time"), attempt.get("end_time"))
+        for index, (job, size) in enumerate(zip(jobs, sizes, strict=True))
+        if size
+        for attempt in job["attempts"]
+    ]
+    index = pl.Series("job", [row[0] for row in flat], dtype=pl.Int64)
+    start, start_bad = _times(_strings("start", [row[1] for row in flat]))
+    end, end_bad = _times(_strings("end", [row[2] for row in flat]))
     length = (pl.col("end") - pl.col("start")) / 1e6
-    total = pl.when(length.is_null().any()).then(None).otherwise(length.sum())
-    return frame.group_by("job", maintain_order=True).agg(total.alias("s"))["s"]
+    each = pl.DataFrame([index, start.alias("start"), end.alias("end"), (start_bad | end_bad).alias("bad")])
+    by_job = each.group_by("job", maintain_order=True).agg(
+        pl.col("start").first().alias("first_start"),
+        pl.col("end").last().alias("last_end"),
+        pl.when(length.is_null().any()).then(None).otherwise(length.sum()).alias("duration_s"),
+        pl.col("bad").any().alias("unreadable"),
+    )
+    every = pl.DataFrame({"job": pl.int_range(0, len(jobs), eager=True, dtype=pl.Int64)})
+    return every.join(by_job, on="job", how="left", maintain_order="left")
+
+
+def _times(text: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """(microseconds since 1970, whether there is a text that is no time)."""
+    text = text.set(text.is_in(list(MISSING)).fill_null(False), None)
+    at = text.str.to_datetime(_FORMAT, strict=False, time_unit="us").cast(pl.Int64)
+    return at, text.is_not_null() & at.is_null()
+
+
+def _strings(name: str, values: list[Any]) -> pl.Series:
+    """JSON values as a table would hold them; null where there is nothing."""
+    texts = [value if isinstance(value, str) else _text(value) for value in values]
+    try:
+        column = pl.Series(name, texts, dtype=pl.String)
+    except (UnicodeError, TypeError, pl.exceptions.PolarsError):  # half of a surrogate pair, which is no character
+        whole = [None if text is None else text.encode("utf-8", "replace").decode() for text in texts]
+        column = pl.Series(name, whole, dtype=pl.String)
+    return column.str.strip_chars().replace("", None)
 
 
 def _text(value: Any) -> str | None:
-    """What a table would hold: a string, null where there is none; lone surrogates cannot stand in one."""
-    if value is None or isinstance(value, dict | list):
-        return None
-    return (value if isinstance(value, str) else repr(value)).encode("utf-8", "replace").decode().strip() or None
+    return None if value is None or isinstance(value, dict | list) else repr(value)

@@ -7,7 +7,7 @@ and shows the first place. :func:`assemble` puts the blocks together.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
@@ -23,6 +23,7 @@ from icefrog.traces.trace import ReadReport, Trace, TraceJob
 MISSING = ("None", "none", "NULL", "null", "NaN", "nan", "NA", "N/A", "Unknown", "unknown")
 """How logs write that a value is not known."""
 MAX_GPUS = 1_000_000
+_WHOLE = ("num_gpus", "num_replicas", "batch_size")
 _EPOCH = datetime(1970, 1, 1)
 _STATES = {
     **{"pass": "completed", "terminated": "completed", "killed": "cancelled", "canceled": "cancelled"},
@@ -223,25 +224,34 @@ def _ids(kept: pl.DataFrame) -> pl.Series:
 
 
 def build_jobs(kept: pl.DataFrame) -> tuple[TraceJob, ...]:
-    """The rows of a table as jobs; its columns are named like the fields, those that are absent have their defaults."""
-    columns: list[Iterable[Any]] = []
+    """The rows of a table as jobs; its columns are named like the fields, those that are absent have their defaults.
+
+    Field by field, not job by job: a frozen dataclass sets each of its fields through a Python call, which would take
+    longer than reading the file.
+    """
+    jobs = tuple(map(object.__new__, repeat(TraceJob, kept.height)))
     for item in fields(TraceJob):
-        if item.name not in kept.columns:
-            columns.append(repeat(item.default))
-            continue
-        series = kept[item.name]
-        if item.name == "rewards":
-            known: dict[str | None, tuple[tuple[float, float], ...]] = {
-                text: parse_rewards(text) for text in series.unique().to_list()
-            }
-            columns.append([known[text] for text in series.to_list()])
-            continue
-        if series.dtype == pl.String:
-            series = series.fill_null("")
-        elif item.name in ("num_gpus", "num_replicas", "batch_size"):
-            series = series.cast(pl.Int64)
-        columns.append(series.to_list())
-    return tuple(map(TraceJob, *columns))
+        column = _values(kept[item.name]) if item.name in kept.columns else repeat(item.default)
+        deque(map(getattr(TraceJob, item.name).__set__, jobs, column), maxlen=0)
+    return jobs
+
+
+def _values(series: pl.Series) -> list[Any]:
+    if series.name == "rewards":
+        known = {text: parse_rewards(text) for text in series.unique().to_list()}
+        return [known[text] for text in series.to_list()]
+    if series.dtype == pl.String:
+        return _texts(series.fill_null(""))
+    return series.cast(pl.Int64).to_list() if series.name in _WHOLE else series.to_list()
+
+
+def _texts(series: pl.Series) -> list[str]:
+    """The strings of a column; one that occurs often is the same object each time, which saves most of the memory."""
+    names = series.unique()
+    if 2 * len(names) > len(series):
+        return series.to_list()
+    codes = series.replace_strict(names, pl.int_range(len(names), eager=True))
+    return list(map(names.to_list().__getitem__, codes.to_list()))
 
 
 def parse_rewards(text: str | None) -> tuple[tuple[float, float], ...]:

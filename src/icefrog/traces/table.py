@@ -68,16 +68,16 @@ def parse_bare(source: Source, block: Block, separator: str) -> tuple[Table, int
     have not, and the number of the first such line (0: none). Blank lines count as rows without a cell.
     """
     header = _header(source, source.cells(separator))
-    seams, mark = len(header) - 1, separator.encode()
-    texts = block.data.split(b"\n")
-    if texts and not texts[-1]:
+    seams = len(header) - 1
+    texts = block.data.decode().split("\n")
+    if not texts[-1]:
         texts.pop()
-    empty = mark * seams
-    good = [(i, t.rstrip(b"\r") or empty) for i, t in enumerate(texts) if t.count(mark) == seams or not t.strip()]
+    empty = separator * seams
+    good = [(i, t if t.strip() else empty) for i, t in enumerate(texts) if t.count(separator) == seams or not t.strip()]
     wrong = len(texts) - len(good)
     kept = {i for i, _ in good} if wrong else set()
     first = next((block.line + i for i in range(len(texts)) if i not in kept), 0) if wrong else 0
-    columns = pl.Series("line", [t.decode() for _, t in good], dtype=pl.String).str.split_exact(separator, seams)
+    columns = pl.Series("line", [t for _, t in good], dtype=pl.String).str.split_exact(separator, seams)
     frame = columns.struct.rename_fields(list(header)).struct.unnest()
     return Table(block, _stripped(frame), tuple(block.line + i for i, _ in good)), wrong, first
 
