@@ -237,7 +237,7 @@ class ClusterSpec(_Frozen):
         """By GPU type, the nodes of that type alone; the type with the most GPUs first, equal ones as they are listed."""
         types = dict.fromkeys(group.gpu_type for group in self.nodes)
         if len(types) == 1:
-            return {self.nodes[0].gpu_type: self}
+            return {self.nodes[0].gpu_type: ClusterSpec(nodes=self.nodes)}  # not self: == would never end
         parts = {t: ClusterSpec(nodes=tuple(n for n in self.nodes if n.gpu_type == t)) for t in types}
         return dict(sorted(parts.items(), key=lambda part: -part[1].num_gpus))
 

@@ -137,3 +137,10 @@ def test_without_any_node_everybody_waits():
     assert state.jobs["a"].reason == "every node is out of service"
     step = controller.handle([ev.NodeUp(time_s=1.0, node=0)])
     assert [command.job_id for command in step.commands] == ["a"]
+
+
+def test_equal_clusters_are_equal_whatever_was_asked_of_them():
+    """Two runs in one process compare theirs; a cluster that held itself would never be done with it."""
+    asked, also, fresh = b.cluster(2, 4), b.cluster(2, 4), b.cluster(2, 4)
+    assert asked.parts == also.parts
+    assert asked == also == fresh
