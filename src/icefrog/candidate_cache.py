@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from icefrog.candidates import LAYER_ELASTIC, MIN_TTA_S, candidates
+from icefrog.candidates import LAYER_ELASTIC, candidates
 from icefrog.profile import Profile
+from icefrog.requested_candidates import MIN_TTA_S
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.types import Candidate, Config, Estimate, GradientStats, JobView, Pricing
 
@@ -38,7 +39,8 @@ class _Basis:
 class CandidateCache:
     """A :data:`~icefrog.controller.CandidateSource` that returns exactly what :func:`~icefrog.candidates.candidates` would.
 
-    It remembers one set of options a job. Jobs that have not reported what they cost are not cached.
+    It remembers one set of options a job. Jobs that have not reported what they cost are not cached, nor is what costs next
+    to nothing (the options of rigid policies).
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class CandidateCache:
         self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing = LAYER_ELASTIC
     ) -> tuple[Candidate, ...]:
         """The job's options at ``now_s``."""
-        if view.profile is None or view.remaining_samples is None:
+        if view.profile is None or view.remaining_samples is None or pricing.counts == "requested":
             return candidates(view, cluster, now_s, pricing)
         current = view.config if view.running and not view.shared else None
         basis = _Basis(view.spec, view.profile, view.stats, current, view.frozen_layers, cluster, pricing)

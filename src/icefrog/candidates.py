@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
+from icefrog.requested_candidates import MIN_TTA_S, exclusive_option, shared_options
 from icefrog.spec import ClusterSpec
 from icefrog.typed_candidates import on_cluster
 from icefrog.types import Candidate, Config, Estimate, JobView, Pricing
@@ -25,7 +27,6 @@ PRIOR_EFFICIENCY = 0.95
 """What each doubling of the GPUs keeps of its speed-up, for a job that has not reported yet."""
 PRIOR_REMAINING_S = 3600.0
 """Remaining time on one GPU assumed for such a job; it only sets how much the job's age weighs."""
-MIN_TTA_S = 1e-3
 LAYER_ELASTIC = Pricing(freezing="tuner")
 """The Layer Tuner, the job's batch as it is (Eq. 15)."""
 
@@ -78,11 +79,29 @@ def _on_equal_gpus(
     placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
         return _prior_candidates(view, placements, age_s, pricing)
-    rule = _rule(view, view.profile, cluster, placements, pricing)
     current = view.config if view.running and not view.shared else None
+    if _is_rigid(pricing):
+        return _requested(view, view.profile, cluster, pricing, current, age_s)
+    rule = _rule(view, view.profile, cluster, placements, pricing)
     choices = _tuned(view, view.profile, rule, pricing, current, hysteresis, max_shared)
     remaining = _remaining_samples(view, view.profile)
     return tuple(Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in choices)
+
+
+def _is_rigid(pricing: Pricing) -> bool:
+    """One GPU count, one batch, all layers: nothing to search."""
+    return pricing.counts == "requested" and pricing.freezing == "none" and pricing.batch == "fixed"
+
+
+def _requested(
+    view: JobView, profile: Profile, cluster: ClusterSpec, pricing: Pricing, current: Config | None, age_s: float
+) -> tuple[Candidate, ...]:
+    nodes = min_nodes(cluster, view.spec.requested_gpus)
+    remaining, mem = _remaining_samples(view, profile), cluster.gpu_mem_bytes
+    alone = [] if nodes is None else exclusive_option(view, profile, nodes, mem, current, age_s, remaining)
+    if not view.spec.share:
+        return tuple(alone)
+    return (*alone, *shared_options(view, profile, mem, pricing.sharing_speed, age_s, remaining))
 
 
 def _tuned(
@@ -112,9 +131,15 @@ def _by_own_rule(view: JobView, pricing: Pricing) -> bool:
     return view.spec.freeze.rule == "none" or pricing.freezing == "freezeout"
 
 
+@lru_cache(maxsize=16)
+def _reach(cluster: ClusterSpec) -> tuple[int, ...]:
+    """GPUs of the n + 1 largest nodes."""
+    return tuple(accumulate(sorted(cluster.gpus_per_node, reverse=True)))
+
+
 def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """(num_gpus, fewest nodes that hold them) of every count that fits the cluster."""
-    reach = list(accumulate(sorted(cluster.gpus_per_node, reverse=True)))
+    reach = _reach(cluster)
     return tuple((gpus, bisect_left(reach, gpus) + 1) for gpus in counts if gpus <= reach[-1])
 
 

@@ -121,6 +121,13 @@ class Profile(_Frozen):
         """L."""
         return len(self.layers)
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As in pydantic; what follows from the layers alone is handed on."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update is None or "layers" not in update:
+            copied.__dict__["theta"], copied.__dict__["omega"] = self.theta, self.omega
+        return copied
+
     @cached_property
     def theta(self) -> FloatArray:
         """theta_l for l = 0..L: FLOPs of the unfrozen layers over all, shape (L + 1,)."""

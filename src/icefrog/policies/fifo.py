@@ -23,7 +23,6 @@ class Fifo:
     name: ClassVar[str] = "fifo"
     source: ClassVar[str] = "textbook: first come, first served; EASY back-filling: Lifka (JSSPP'95)"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing()
 
     class Options(base.Options):
         """Knobs of ``fifo``."""
@@ -32,6 +31,11 @@ class Fifo:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @property
+    def pricing(self) -> Pricing:
+        """At the requested count. Only EASY asks how long running jobs still need."""
+        return Pricing(counts="requested", reads_progress=self.options.backfill == "easy")
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Keep what runs; admit by order of submission."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from icefrog.errors import UserError
-from icefrog.estimate.throughput import throughput
+from icefrog.estimate.full_layers import full_step_s
 from icefrog.gpu_types import GPU_TYPES
 from icefrog.profile import Profile
 from icefrog.spec import JobSpec
@@ -22,7 +22,8 @@ def full_speed(profile: Profile, num_gpus: int, global_batch: int, gpus_per_node
     micro = 1
     while global_batch > num_gpus * micro * profile.max_local_batch:
         micro += 1
-    return float(throughput(profile, num_gpus, nodes, global_batch / (num_gpus * micro), 0, micro))
+    per_gpu = global_batch / (num_gpus * micro)
+    return num_gpus * per_gpu * micro / full_step_s(profile.throughput, num_gpus, nodes, per_gpu, micro)
 
 
 def epochs_for(workload: Workload, duration_s: float, num_gpus: int, global_batch: int, gpus_per_node: int) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from icefrog.estimate import freezeout, occupancy
+from icefrog.estimate.full_layers import full_step_s
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
@@ -161,8 +162,8 @@ class SimJob:
         """One way to run, all layers."""
         m, k = grant.batch_per_gpu, grant.accum_steps
         self._ways, self._way, self._batches = ((m, k),), 0, np.array([grant.global_batch])
-        time_s = step_s(self._true, grant.num_gpus, grant.num_nodes, m, 0, k)
-        self._speed = (grant.global_batch / time_s).reshape(1, 1)
+        time_s = full_step_s(self._true.throughput, grant.num_gpus, grant.num_nodes, m, k)
+        self._speed = np.array([[grant.global_batch / time_s]])
         self.psi, self.reason = 1.0, "the grant leaves one depth"
 
     def _weigh_ways(self, grant: Grant) -> None:

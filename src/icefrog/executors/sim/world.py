@@ -103,10 +103,8 @@ class World:
         key = (*parts, profile.min_local_batch, profile.max_local_batch, spec.requested_gpus, spec.batch.initial)
         known = self._as_logged.get(key)
         if known is None:
-            known = self._as_logged[key] = (
-                profile,
-                as_logged(spec, profile, self.cluster),
-            )  # the profile keeps the ids
+            known = (profile, as_logged(spec, profile, self.cluster))  # with the profile, the ids stay taken
+            self._as_logged[key] = known
         return known[1]
 
 
@@ -167,23 +165,25 @@ def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:
 _NUM_FACTORS = 11
 
 
-def _with_factors(params: ThroughputParams, factors: list[float]) -> ThroughputParams:
+def _with_factors(params: ThroughputParams, factors: list[float], flop_gamma_factor: float = 1.0) -> ThroughputParams:
     f = iter(factors)
     fwd, bwd, sync = params.fwd, params.bwd, params.sync
-    return params.model_copy(
-        update={
-            "fwd": ComputeCurve(alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f), smooth=fwd.smooth),
-            "bwd": ComputeCurve(alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f), smooth=bwd.smooth),
-            "sync": SyncCurve(
-                intra_alpha_s=sync.intra_alpha_s * next(f),
-                intra_beta_s=sync.intra_beta_s * next(f),
-                inter_alpha_s=sync.inter_alpha_s * next(f),
-                inter_beta_s=sync.inter_beta_s * next(f),
-                pair_beta_s=sync.pair_beta_s * next(f),
-            ),
-            "flop_alpha_s": params.flop_alpha_s * next(f),
-            "sync_alpha_s": params.sync_alpha_s * next(f),
-        }
+    # Products of valid parameters are valid; they are not checked again, 80,000 times.
+    return ThroughputParams.model_construct(
+        fwd=ComputeCurve.model_construct(alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f), smooth=fwd.smooth),
+        bwd=ComputeCurve.model_construct(alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f), smooth=bwd.smooth),
+        sync=SyncCurve.model_construct(
+            intra_alpha_s=sync.intra_alpha_s * next(f),
+            intra_beta_s=sync.intra_beta_s * next(f),
+            inter_alpha_s=sync.inter_alpha_s * next(f),
+            inter_beta_s=sync.inter_beta_s * next(f),
+            pair_beta_s=sync.pair_beta_s * next(f),
+        ),
+        overlap_gamma=params.overlap_gamma,
+        flop_alpha_s=params.flop_alpha_s * next(f),
+        flop_gamma=params.flop_gamma * flop_gamma_factor,
+        straggler=params.straggler,
+        sync_alpha_s=params.sync_alpha_s * next(f),
     )
 
 
@@ -192,8 +192,7 @@ def _perturbed(params: ThroughputParams, noise: float, rng: np.random.Generator)
     if noise == 0.0:
         return params
     factors = np.exp(noise * draws).tolist()
-    noisy = _with_factors(params, factors[:_NUM_FACTORS])
-    return noisy.model_copy(update={"flop_gamma": params.flop_gamma * factors[_NUM_FACTORS]})
+    return _with_factors(params, factors[:_NUM_FACTORS], factors[_NUM_FACTORS])
 
 
 def _perturbed_occupancy(

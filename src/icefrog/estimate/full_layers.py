@@ -1,0 +1,41 @@
+"""T_iter with nothing frozen (Eq. 5 at l = 0), in plain arithmetic: as ``estimate.throughput``, one number at a time.
+
+Arrays of one element cost fifty times as much as the number in them; a simulator of rigid jobs needs one number a job.
+"""
+
+from __future__ import annotations
+
+from icefrog.profile import ComputeCurve, SyncCurve, ThroughputParams
+
+
+def full_step_s(
+    params: ThroughputParams, num_gpus: int, num_nodes: int, batch_per_gpu: float, accum_steps: int = 1
+) -> float:
+    """Seconds of one optimiser step of k micro-steps, all layers trained; see :func:`icefrog.estimate.throughput.step_s`."""
+    wait = 1.0 + params.straggler * (num_gpus - 1.0) / (num_gpus + 1.0)
+    forward = _compute_s(params.fwd, batch_per_gpu) * wait
+    backward = _compute_s(params.bwd, batch_per_gpu) * wait
+    last = _power_sum(backward, _sync_s(params.sync, num_gpus, num_nodes), params.overlap_gamma)
+    return accum_steps * forward + (accum_steps - 1.0) * backward + last
+
+
+def _power_sum(x: float, y: float, exponent: float) -> float:
+    if exponent == 1.0:
+        return x + y
+    high, low = (x, y) if x >= y else (y, x)
+    ratio = low / high if high > 0 else 0.0
+    return float(high * (1.0 + ratio**exponent) ** (1.0 / exponent))
+
+
+def _compute_s(curve: ComputeCurve, batch_per_gpu: float) -> float:
+    return _power_sum(curve.alpha_s, curve.beta_s * batch_per_gpu, curve.smooth)
+
+
+def _sync_s(curve: SyncCurve, num_gpus: int, num_nodes: int) -> float:
+    if num_gpus <= 1:
+        return 0.0
+    extra = max(num_gpus - 2.0, 0.0)
+    if num_nodes <= 1:
+        return curve.intra_alpha_s + curve.intra_beta_s * extra
+    crowded = max(num_gpus / 2.0 - 1.0, 0.0) if num_nodes == 2 else 0.0
+    return curve.inter_alpha_s + curve.inter_beta_s * extra + curve.pair_beta_s * crowded
