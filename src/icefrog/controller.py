@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from icefrog import events as ev
-from icefrog.changes import in_order, place_changes
+from icefrog.changes import in_order, num_granted, place_changes
 from icefrog.placement import num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
@@ -164,10 +164,13 @@ class Controller:
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why the job can never run on this cluster, or None (fault S6)."""
-        total = self.state.cluster.num_gpus
+        parts = self.state.cluster.parts  # no job spans GPU types
+        total = max(part.num_gpus for part in parts.values())
         smallest = min(spec.gpus)
         if smallest > total:
-            return f"needs at least {smallest} GPUs, the cluster has {total}"
+            return f"needs at least {smallest} GPUs, the cluster has {total}" + (
+                " of one type" if len(parts) > 1 else ""
+            )
         return None
 
     def _record_failure(self, job: JobState, reason: str, now_s: float, step: Step) -> None:
@@ -232,18 +235,14 @@ class Controller:
             for job_id in unsaid:
                 if job_id not in plan.choices and job_id not in plan.reasons and _is_told(active[job_id], common):
                     reasons[job_id] = common
-        granted = {gpu for gpus in allocation.values() for gpu in gpus}
-        num_running = len(plan.choices)
         if plan.keeps:
-            kept = [
-                v for v in snapshot.views.running if v.job_id not in plan.choices and v.job_id not in plan.preempted
-            ]
-            num_running += len(kept)
-            granted.update(*[view.gpus for view in kept])
+            gpus_granted, num_running = num_granted(snapshot, plan, allocation)
+        else:
+            gpus_granted, num_running = len({g for gpus in allocation.values() for g in gpus}), len(plan.choices)
         return ev.PlanDecided(
             time_s=state.now_s,
             policy=self.policy.name,
-            gpus_granted=len(granted),
+            gpus_granted=gpus_granted,
             waiting=len(active) - num_running,
             reasons=reasons,
             waiting_reason=common if common != state.waiting_reason else None,
@@ -255,6 +254,8 @@ class Controller:
         now_s = self.state.now_s
         frees: list[ev.AnyCommand] = []
         takes: list[ev.AnyCommand] = []
+        if plan.keeps and not plan.choices and not plan.preempted:
+            return []
         named = in_order(snapshot, (*plan.choices, *plan.preempted)) if plan.keeps else self.state.active
         for job_id in named:
             job = self.state.active[job_id]

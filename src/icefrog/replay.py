@@ -106,7 +106,8 @@ def prepare(choice: TraceChoice, cluster: ClusterSpec, limit: FreezeLimit | None
     catalogue = load_catalogue()
     check_gpu_types(cluster.parts, catalogue)
     per_node = max(cluster.gpus_per_node)
-    jobs = to_specs(trace, catalogue, seed=choice.seed, max_gpus=cluster.num_gpus, gpus_per_node=per_node)
+    largest = max(part.num_gpus for part in cluster.parts.values())  # no job spans GPU types
+    jobs = to_specs(trace, catalogue, seed=choice.seed, max_gpus=largest, gpus_per_node=per_node)
     specs = jobs.specs if limit is None else limit.apply(jobs.specs, choice.seed)
     facts = {
         "source": trace.source,
@@ -157,7 +158,7 @@ def replay(
         rows.append(row)
         if out_dir is not None:
             write_jobs_csv(runs[policy], out_dir / policy / "jobs.csv")
-    document = summary_document(workload.trace, cluster, rows)
+    document = summary_document({**workload.trace, **settings.outages.facts()}, cluster, rows)
     if out_dir is not None:
         write_summary(out_dir / "summary.json", document)
         write_report(out_dir / "report.html", runs, document)

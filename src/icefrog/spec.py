@@ -117,7 +117,9 @@ class JobSpec(_Frozen):
     max_epochs: Count = Field(description="P0 = max_epochs x samples per epoch")
     weight: Number = Field(default=1.0, gt=0)
     deadline_s: Number | None = Field(
-        default=None, gt=0, description="when the job should be done, s after its submission; for deadline-aware policies"
+        default=None,
+        gt=0,
+        description="when the job should be done, s after its submission; for deadline-aware policies",
     )
     share: bool = Field(default=False, description="may share one GPU with one other job")
     checkpoint: Text | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
@@ -231,6 +233,11 @@ class ClusterSpec(_Frozen):
     def node_types(self) -> tuple[str, ...]:
         """GPU type of every single node."""
         return tuple(group.gpu_type for group in self.nodes for _ in range(group.count))
+
+    @cached_property
+    def node_mem_bytes(self) -> tuple[float, ...]:
+        """Memory of one GPU of every single node."""
+        return tuple(group.gpu_mem_bytes for group in self.nodes for _ in range(group.count))
 
     @cached_property
     def parts(self) -> Mapping[str, ClusterSpec]:

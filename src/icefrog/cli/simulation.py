@@ -16,12 +16,13 @@ import click
 from rich.console import Console
 
 from icefrog.cli.numbers import HOURS, LOAD, NOISE, RESTART_S, ROUND_S
+from icefrog.cli.outages import outage_options, parse_outages
 from icefrog.errors import UserError
 
 
 @click.command()
 @click.option("--trace", "source", required=True, metavar="FILE|synth:NAME", help="A job log, or a generator.")
-@click.option("--cluster", required=True, metavar="NxG[:TYPE]|FILE", help="12x4: 12 nodes of 4 GPUs; or a YAML file.")
+@click.option("--cluster", required=True, metavar="NxG[:TYPE][+...]|FILE", help="12x4: 12 nodes of 4 GPUs; or YAML.")
 @click.option("--policy", "policy_list", required=True, metavar="NAME[,NAME...]", help="See `icefrog policies`.")
 @click.option("--load", type=LOAD, default=1.0, show_default=True, help="Times the jobs in the same time.")
 @click.option(
@@ -37,6 +38,7 @@ from icefrog.errors import UserError
 @click.option("--round", "round_s", type=ROUND_S, default=300.0, show_default=True, help="Round, s.")
 @click.option("--restart", "restart_s", type=RESTART_S, default=60.0, show_default=True, help="Cost, s.")
 @click.option("--noise", type=NOISE, default=0.05, show_default=True, help="Error of the estimates.")
+@outage_options
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for summary, report, job tables and event logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json.")
 def simulate(
@@ -55,6 +57,9 @@ def simulate(
     round_s: float,
     restart_s: float,
     noise: float,
+    node_mtbf_h: float | None,
+    node_repair_h: float | None,
+    capacity: str | None,
     out: Path | None,
     as_json: bool,
 ) -> int:
@@ -70,8 +75,10 @@ def simulate(
     nodes = parse_cluster(cluster)
     choice = TraceChoice(source, trace_format, load, parse_time(start), hours, num_jobs, seed)
     workload = prepare(choice, nodes)
+    outages = parse_outages(node_mtbf_h, node_repair_h, capacity, nodes, workload.trace["start"])
     out_dir = writable_folder(out)
-    config = SimSettings(seed=seed, round_s=round_s, restart_s=restart_s, world=WorldConfig(noise=noise))
+    world_config = WorldConfig(noise=noise)
+    config = SimSettings(seed=seed, round_s=round_s, restart_s=restart_s, world=world_config, outages=outages)
     with _progress(len(policies)) as progress:
         document = replay(
             workload, nodes, policies, options=options, settings=config, out_dir=out_dir, progress=progress

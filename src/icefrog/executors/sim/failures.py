@@ -64,6 +64,15 @@ class Outages:
     node_repair_h: float = 1.0
     planned: tuple[NodeChange, ...] = ()
     """From :func:`icefrog.executors.sim.capacity.planned_changes`, in order of time."""
+    source: str = ""
+    """Of the planned changes."""
+
+    def facts(self) -> dict[str, float | str]:
+        """What was simulated, for people; empty: nothing."""
+        facts: dict[str, float | str] = {}
+        if self.node_mtbf_h is not None:
+            facts |= {"node_mtbf_h": self.node_mtbf_h, "node_repair_h": self.node_repair_h}
+        return {**facts, "capacity": self.source} if self.source else facts
 
     def changes(self, num_nodes: int, seed: int) -> Iterator[NodeChange]:
         """All of them in order of time; without end where nodes fail."""
