@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from icefrog.placement import FreeGpus, Placement, all_free, of_type
-from icefrog.types import GpuId, JobView, Plan, Snapshot
+from icefrog.types import Allocation, GpuId, JobView, Plan, Snapshot
 
 
 def free_gpus(snapshot: Snapshot) -> FreeGpus:
     """The GPUs in service that no running job has; the caller's own to change."""
+    return _free_now(snapshot).copy()
+
+
+def _free_now(snapshot: Snapshot) -> FreeGpus:
+    """The same, to look at only."""
     known = snapshot.views.free
     if known is not None and known[0] == snapshot.down:
-        return known[1].copy()
+        return known[1]
     free = all_free(snapshot.cluster, snapshot.node_gpus)
     for gpus in {view.gpus for view in snapshot.views.running}:
         free.hold(gpus)
@@ -20,17 +25,30 @@ def free_gpus(snapshot: Snapshot) -> FreeGpus:
 
 
 def free_after_leaving(snapshot: Snapshot, plan: Plan) -> FreeGpus:
-    """What is free once the jobs that the plan names have left what they have (those that stay take it again)."""
+    """What is free once the jobs that the plan names have left what they have (those that stay take it again). To look at
+    only."""
+    views = snapshot.views.by_id
+    leaving = [views[job_id] for job_id in (*plan.choices, *plan.preempted) if views[job_id].running]
+    if not leaving:
+        return _free_now(snapshot)
     free = free_gpus(snapshot)
-    named = [snapshot.views.by_id[job_id] for job_id in (*plan.choices, *plan.preempted)]
-    for gpus in _given_up(named, snapshot):
+    for gpus in _given_up(leaving, snapshot):
         free.release(gpus)
     return free
 
 
+def num_granted(snapshot: Snapshot, plan: Plan, allocation: Allocation) -> tuple[int, int]:
+    """(GPUs that jobs have, jobs that have one) once a plan with ``keeps`` is carried out."""
+    views = snapshot.views
+    named = [job_id for job_id in (*plan.choices, *plan.preempted) if views.by_id[job_id].running]
+    taken = len({gpu for gpus in allocation.values() for gpu in gpus})
+    free = free_after_leaving(snapshot, plan).num_free
+    return snapshot.num_gpus - free + taken, len(views.running) - len(named) + len(plan.choices)
+
+
 def _given_up(named: Iterable[JobView], snapshot: Snapshot) -> set[tuple[GpuId, ...]]:
-    """GPUs of the named jobs on which nobody stays."""
-    leaving = {view.job_id: view for view in named if view.running}
+    """GPUs of the named jobs, which run, on which nobody stays."""
+    leaving = {view.job_id: view for view in named}
     shared = {view.gpus for view in leaving.values() if view.shared}
     if shared:
         others = (view for view in snapshot.views.running if view.shared and view.job_id not in leaving)
@@ -43,7 +61,7 @@ def place_changes(snapshot: Snapshot, plan: Plan) -> Placement:
 
     A named job whose count did not change stays where it is; the others are placed as by :func:`icefrog.placement.place`.
     """
-    free = free_after_leaving(snapshot, plan)
+    free = free_after_leaving(snapshot, plan).copy()
     views = snapshot.views.by_id
     allocation: dict[str, tuple[GpuId, ...]] = {}
     moving: list[tuple[str, ...]] = []

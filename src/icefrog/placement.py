@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,7 +34,8 @@ class FreeGpus:
 
     def copy(self) -> FreeGpus:
         """Books of one's own, for what would happen if."""
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
         twin._free, twin._count = self._free.copy(), self._count.copy()
         twin._nodes_with, twin._spanned = self._nodes_with.copy(), self._spanned.copy()
         return twin

@@ -20,6 +20,10 @@ def verify(plan: Plan, snapshot: Snapshot, options: Candidates) -> None:
     Every choice is one of the job's candidates; pairs are sharers of one GPU, both in exactly one pair; every unfinished job
     has a reason; the GPUs used do not exceed the cluster's. What a plan leaves as it is was checked when it was planned.
     """
+    if missing := _unexplained(plan, snapshot):
+        raise PolicyError(f"no reason given for {missing[:5]}")
+    if plan.keeps and not (plan.choices or plan.pairs or plan.preempted or plan.gpus):
+        return
     jobs = snapshot.views.by_id
     paired = Counter(job_id for pair in plan.pairs for job_id in pair)
     for job_id, choice in plan.choices.items():
@@ -32,8 +36,6 @@ def verify(plan: Plan, snapshot: Snapshot, options: Candidates) -> None:
     if alone := paired.keys() - plan.choices.keys():
         raise PolicyError(f"paired but not chosen: {sorted(alone)}")
     _verify_preempted(plan, snapshot)
-    if missing := _unexplained(plan, snapshot):
-        raise PolicyError(f"no reason given for {missing[:5]}")
     used = sum([c.config.num_gpus for c in plan.choices.values() if not c.config.shared]) + len(plan.pairs)
     total = free_after_leaving(snapshot, plan).num_free if plan.keeps else snapshot.num_gpus
     if used > total:
