@@ -25,7 +25,7 @@ class Edf:
     name: ClassVar[str] = "edf"
     source: ClassVar[str] = "Liu and Layland (JACM'73): earliest deadline first; rigid GPU requests"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing()
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
 
     class Options(base.Options):
         """Knobs of ``edf``."""

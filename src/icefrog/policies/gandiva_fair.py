@@ -49,7 +49,7 @@ class GandivaFair:
     name: ClassVar[str] = "gandiva-fair"
     source: ClassVar[str] = "Gandiva_fair (EuroSys'20): fair GPU time for users, gang-aware stride; without trading"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing()
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
 
     class Options(base.Options):
         """Knobs of ``gandiva-fair``."""

@@ -47,7 +47,7 @@ class Lucid:
     name: ClassVar[str] = "lucid"
     source: ClassVar[str] = "Lucid (ASPLOS'23): shortest predicted service, indolent packing; oracle durations"
     oracle: ClassVar[bool] = True
-    pricing: ClassVar[Pricing] = Pricing()
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
 
     class Options(base.Options):
         """Knobs of ``lucid``."""

@@ -25,7 +25,7 @@ class Sjf:
     name: ClassVar[str] = "sjf"
     source: ClassVar[str] = "textbook: shortest job first (oracle: knows true durations); by GPU time: Helios (SC'21)"
     oracle: ClassVar[bool] = True
-    pricing: ClassVar[Pricing] = Pricing()
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
 
     class Options(base.Options):
         """Knobs of ``sjf``."""

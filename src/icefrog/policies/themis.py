@@ -58,7 +58,7 @@ class Themis:
     name: ClassVar[str] = "themis"
     source: ClassVar[str] = "Themis (NSDI'20): finish-time fairness, leases, partial allocation auctions"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing()
+    pricing: ClassVar[Pricing] = Pricing(counts="requested")
 
     class Options(base.Options):
         """Knobs of ``themis``; the defaults are the paper's."""
