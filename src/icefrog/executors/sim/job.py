@@ -87,7 +87,6 @@ class SimJob:
         self._batches: FloatArray = np.zeros(0)  # global batch of each, samples
         self._speed: FloatArray = np.zeros((0, 0))  # true samples/s by way and depth, alone
         self._believed: FloatArray = np.zeros((0, 0))  # the same by the estimates; 0: does not fit
-        self._schedule: freezeout.Schedule | None = None  # FreezeOut's, chosen when it is first granted
         self._plain = False  # the grant leaves nothing to tune
 
     @property
@@ -151,12 +150,18 @@ class SimJob:
     def regrant(self, now_s: float, grant: Grant) -> None:
         """Take new bounds: the tuner runs, as at every re-allocation."""
         self.grant = grant
-        self._plain = grant.freezing == "none" and not grant.elastic_batch and self.frozen == 0
+        self._plain = self.frozen == 0 and not grant.elastic_batch and not self._may_freeze(grant)
         if self._plain:
             self._run_plainly(grant)
         else:
             self._weigh_ways(grant)
             self.tune()
+
+    def _may_freeze(self, grant: Grant) -> bool:
+        """Whether it may come to that: a FreezeOut schedule that does not pay freezes nothing."""
+        if grant.freezing == "freezeout" and grant.min_frozen_layers == 0:
+            return self._schedule_of_its_own.t_0 < 1.0
+        return grant.freezing != "none"
 
     def _run_plainly(self, grant: Grant) -> None:
         """One way to run, all layers."""
@@ -280,14 +285,15 @@ class SimJob:
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
         """The one depth that the schedule leaves: it never opens a layer again."""
-        if self._schedule is None:
-            self._schedule = self._tuned_schedule()
-        depth = max(self._schedule.depth(self.counted / self.total_samples, self._num_layers), self.frozen, low)
+        depth = max(
+            self._schedule_of_its_own.depth(self.counted / self.total_samples, self._num_layers), self.frozen, low
+        )
         depth = min(depth, high)
         return depth, depth
 
-    def _tuned_schedule(self) -> freezeout.Schedule:
-        """The best at the job's request and first batch, on the curves of the run without freezing.
+    @cached_property
+    def _schedule_of_its_own(self) -> freezeout.Schedule:
+        """FreezeOut's, the best at the job's request and first batch, on the curves of the run without freezing.
 
         The world's own curves: more than any live system could know when a job starts. It favours the policies that use it.
         """

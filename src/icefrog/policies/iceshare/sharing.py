@@ -98,8 +98,8 @@ class _Prices:
 class PairedKnapsack:
     """One instance; build it, then ``solve``."""
 
-    def __init__(self, menu: Menu, graph: SharingGraph, num_gpus: int) -> None:
-        self.menu, self.graph, self.num_gpus = menu, graph, num_gpus
+    def __init__(self, menu: Menu, graph: SharingGraph, num_gpus: int, tolerance: float = 0.0) -> None:
+        self.menu, self.graph, self.num_gpus, self.tolerance = menu, graph, num_gpus, tolerance
         self.pair = graph.pair_values(menu.shared_value)
         self._favour_running_pairs()
         self.scale = max(1e-300, float(np.max(np.abs(menu.value), initial=0.0)), self._largest_pair())
@@ -257,7 +257,7 @@ class PairedKnapsack:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def solve(self) -> PairedSelection:
-        """The best selection found and the proven bound.
+        """The best selection found and the proven bound; a gap within the tolerance is not worked on.
 
         Raises:
             InfeasibleError: the floor cannot be kept (the caller's threshold search rules this out).
@@ -274,7 +274,7 @@ class PairedKnapsack:
             answer = self.decide(self.pairing(relaxed))
             if answer is not None and (best is None or answer[2] > best[2]):
                 best = answer
-            if step + 1 == rounds or (best is not None and bound - best[2] <= 1e-13 * self.scale):
+            if step + 1 == rounds or (best is not None and self._close_enough(bound, best[2])):
                 break
             tried = prices.next(relaxed.price)
             if tried is None:
@@ -286,7 +286,12 @@ class PairedKnapsack:
         best = best if best is not None else self.thriftiest()
         if best is None:
             raise InfeasibleError
+        if self._close_enough(bound, best[2]):
+            return PairedSelection(*best, max(bound, best[2]))
         return self._closed(best, tightest, max(bound, best[2]))
+
+    def _close_enough(self, bound: float, value: float) -> bool:
+        return bound - value <= max(1e-13 * self.scale, self.tolerance * abs(bound))
 
     def _closed(self, best: tuple[Ints, Ints, float], relaxed: _Relaxed, bound: float) -> PairedSelection:
         """Let the ILP decide what the bound leaves open, if that is little."""

@@ -38,6 +38,7 @@ def solve(
     rho: float | None = None,
     method: Literal["exact", "milp"] = "exact",
     *,
+    tolerance: float = 0.0,
     time_limit_s: float = 60.0,
     clock: Callable[[], float] | None = None,
 ) -> Solution:
@@ -52,6 +53,7 @@ def solve(
         problem: what to decide.
         rho: fairness in [0, 1]; default: the problem's.
         method: ``exact``: this package's solver. ``milp``: the binary program with HiGHS, the reference.
+        tolerance: relative gap between sum and bound that is good enough; 0: proven optimal wherever that can be had.
         time_limit_s: per stage, ``milp`` only.
         clock: seconds from anywhere; fills ``solve_s`` (0 without: a decision does not know the time).
 
@@ -66,17 +68,17 @@ def solve(
         raise ValueError(f"method must be 'exact' or 'milp', got {method!r}")
     start = clock() if clock else 0.0
     graph = sharing_graph(problem)
-    solution = _by_milp(problem, graph, rho, time_limit_s) if method == "milp" else _exact(problem, graph, rho)
+    solution = _by_milp(problem, graph, rho, time_limit_s) if method == "milp" else _exact(problem, graph, rho, tolerance)
     verify(problem, solution)
     return replace(solution, solve_s=clock() - start) if clock else solution
 
 
-def _exact(problem: Problem, graph: SharingGraph, rho: float) -> Solution:
+def _exact(problem: Problem, graph: SharingGraph, rho: float, tolerance: float = 0.0) -> Solution:
     t_star = max_min(problem, graph)
     floor = rho * t_star
     forced = forced_jobs(problem, graph) if floor <= 0.0 else problem.must_run
     menu = build_menu(problem, floor, forced)
-    choice = _select(problem, graph, menu)
+    choice = _select(problem, graph, menu, tolerance)
     choice = _unless_current_is_as_good(problem, graph, menu, choice)
     note = ""
     if graph.left_out:
@@ -84,14 +86,14 @@ def _exact(problem: Problem, graph: SharingGraph, rho: float) -> Solution:
     return _solution(problem, choice, t_star, floor, forced, "exact", note)
 
 
-def _select(problem: Problem, graph: SharingGraph, menu: Menu) -> _Choice:
+def _select(problem: Problem, graph: SharingGraph, menu: Menu, tolerance: float) -> _Choice:
     n = problem.num_jobs
     nobody = np.full(n, -1, np.int64)
     if graph.size == 0 or not np.any(menu.shared_value > -np.inf):
         best = solve_knapsack(menu.ptr, menu.cost, menu.value, problem.num_gpus)
         choice = _Choice(menu.option[best.choice], nobody, nobody, 0.0)
         return replace(choice, bound=_total(problem, choice) + best.excess)
-    paired = PairedKnapsack(menu, graph, problem.num_gpus).solve()
+    paired = PairedKnapsack(menu, graph, problem.num_gpus, tolerance).solve()
     option = _options_of(menu, paired.item)
     shared_option, mate = settle_pairs(graph, menu.shared_value, paired.mate)
     choice = _Choice(option, shared_option, mate, 0.0)
