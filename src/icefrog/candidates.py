@@ -69,7 +69,8 @@ def candidates(
     def price(view: JobView, cluster: ClusterSpec) -> tuple[Candidate, ...]:
         return _on_equal_gpus(view, cluster, now_s, pricing, hysteresis, max_shared)
 
-    return on_cluster(view, cluster, pricing.by_gpu_type, price)
+    counts = (view.spec.requested_gpus,) if _is_rigid(pricing) else view.spec.gpus
+    return on_cluster(view, cluster, pricing.by_gpu_type, counts, price)
 
 
 def _on_equal_gpus(

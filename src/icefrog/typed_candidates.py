@@ -21,13 +21,16 @@ Price: TypeAlias = Callable[[JobView, ClusterSpec], tuple[Candidate, ...]]
 """The options of a job on nodes that are taken for alike, by its profile as it stands in the view."""
 
 
-def on_cluster(view: JobView, cluster: ClusterSpec, by_gpu_type: bool, price: Price) -> tuple[Candidate, ...]:
+def on_cluster(
+    view: JobView, cluster: ClusterSpec, by_gpu_type: bool, counts: Iterable[int], price: Price
+) -> tuple[Candidate, ...]:
     """A job's options on a cluster whose nodes may differ; exclusive ones by count, then shared ones, type by type.
 
     Args:
         view: the job; its profile is that of its own GPU type, with what is known of others.
         cluster: the nodes.
         by_gpu_type: whether the policy wants options that name types.
+        counts: the GPU counts that it wants priced.
         price: prices the job on equal nodes.
     """
     parts = cluster.parts
@@ -35,16 +38,16 @@ def on_cluster(view: JobView, cluster: ClusterSpec, by_gpu_type: bool, price: Pr
         return tuple(o for t, part in parts.items() for o in _named(price(_on(view, t, named=True), part), t))
     if len(parts) == 1:
         return price(_on(view, next(iter(parts))), cluster)
-    return _on_any(view, cluster, price)
+    return _on_any(view, cluster, counts, price)
 
 
-def _on_any(view: JobView, cluster: ClusterSpec, price: Price) -> tuple[Candidate, ...]:
+def _on_any(view: JobView, cluster: ClusterSpec, counts: Iterable[int], price: Price) -> tuple[Candidate, ...]:
     largest = max(part.num_gpus for part in cluster.parts.values())  # no job spans types
     anywhere = price(_on(view, slowest_type(view, cluster)), cluster)
     options: dict[tuple[bool, int], list[Candidate]] = {}
     for option in (o for o in anywhere if o.config.num_gpus <= largest):
         options.setdefault(_kind(option), []).append(option)
-    missing = {(False, count) for count in view.spec.gpus if count <= largest}
+    missing = {(False, count) for count in counts if count <= largest}
     missing |= {(True, 1)} if view.spec.share else set()
     missing -= set(options)
     for gpu_type, part in cluster.parts.items() if missing else ():

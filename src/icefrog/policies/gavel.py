@@ -89,7 +89,6 @@ class Gavel:
     name: ClassVar[str] = "gavel"
     source: ClassVar[str] = "Gavel (OSDI'20): heterogeneity-aware max-min fairness, makespan or finish-time fairness"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing(by_gpu_type=True)
 
     class Options(base.Options):
         """Knobs of ``gavel``."""
@@ -104,6 +103,11 @@ class Gavel:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+
+    @property
+    def pricing(self) -> Pricing:
+        """The requested count on every type; how far jobs are matters to all objectives but shares of time."""
+        return Pricing(by_gpu_type=True, counts="requested", reads_progress=self.options.objective != "las")
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Keep the accounts; allocate anew if a round begins; hand out GPUs by priority."""
