@@ -111,7 +111,21 @@ def condition_findings(condition: Condition, rows: Sequence[Replicates], base_na
         "cluster": condition.cluster.label(),
         "gpus": condition.cluster.num_gpus,
         "rows": [_row(row, base) for row in rows],
+        "pairs": {row.variant.name: _over_all(row, rows) for row in rows},
     }
+
+
+def _over_all(row: Replicates, rows: Sequence[Replicates]) -> Document:
+    """Speed-up of one variant over each other one: mean(other) / mean(variant) of the mean completion time."""
+    found = {}
+    for other in rows:
+        paired = sorted(row.results.keys() & other.results.keys())
+        if other is row or not paired:
+            continue
+        ours, theirs = row.values("avg_jct_s", paired), other.values("avg_jct_s", paired)
+        if not any(math.isnan(value) for value in (*ours, *theirs)):
+            found[other.variant.name] = _comparison(compare(theirs, ours))
+    return found
 
 
 def _row(row: Replicates, base: Replicates | None) -> Document:

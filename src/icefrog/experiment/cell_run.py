@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from icefrog.executors.sim.failures import Outages
 from icefrog.executors.sim.truth import WorldConfig
-from icefrog.experiment.cells import Cell, run_settings
+from icefrog.experiment.cells import Cell
+from icefrog.experiment.spec import OUTAGE_SETTINGS, RUN_SETTINGS
 from icefrog.replay import FreezeLimit, TraceChoice, Workload, prepare, run_policy
 from icefrog.report import RunRecord
 from icefrog.report.fairness import finish_time_rho
@@ -50,11 +52,17 @@ def run_cell(cell: Cell, progress: Callable[[Progress], None] | None = None) -> 
 
 def sim_settings(cell: Cell) -> SimSettings:
     """The settings of the simulation; what the cell does not set stays at its default."""
-    run_values, world_values = run_settings(cell.condition)
+    chosen = cell.condition.world
     # A count stays a whole number, although files give numbers.
-    whole: dict[str, Any] = {key: type(getattr(WorldConfig(), key))(value) for key, value in world_values.items()}
-    rest: dict[str, Any] = run_values
-    return replace(SimSettings(seed=cell.seed, world=replace(WorldConfig(), **whole)), **rest)
+    world: dict[str, Any] = {
+        key: type(getattr(WorldConfig(), key))(value)
+        for key, value in chosen.items()
+        if key not in (*RUN_SETTINGS, *OUTAGE_SETTINGS)
+    }
+    run: dict[str, Any] = {key: value for key, value in chosen.items() if key in RUN_SETTINGS}
+    mtbf_h, repair_h = chosen.get("node_mtbf_h", 0.0), chosen.get("node_repair_h", Outages().node_repair_h)
+    outages = Outages(node_mtbf_h=mtbf_h, node_repair_h=repair_h) if mtbf_h > 0 else Outages()
+    return replace(SimSettings(seed=cell.seed, world=replace(WorldConfig(), **world), outages=outages), **run)
 
 
 @functools.lru_cache(maxsize=2)

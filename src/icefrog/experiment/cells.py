@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from icefrog.errors import UserError
-from icefrog.experiment.spec import RUN_SETTINGS, ExperimentSpec, TraceEntry, Value, VariantEntry
+from icefrog.experiment.spec import ExperimentSpec, TraceEntry, Value, VariantEntry
 from icefrog.policies import make_policy
 from icefrog.spec import ClusterSpec
 from icefrog.specfile import YamlFile, parse_cluster
@@ -206,12 +206,6 @@ def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
     """``times`` as many nodes of each kind."""
     nodes = tuple(node.model_copy(update={"count": node.count * times}) for node in cluster.nodes)
     return ClusterSpec(nodes=nodes)
-
-
-def run_settings(condition: Condition) -> tuple[dict[str, float], dict[str, float]]:
-    """(settings of the run, settings of the world)."""
-    own = {key: value for key, value in condition.world.items() if key in RUN_SETTINGS}
-    return own, {key: value for key, value in condition.world.items() if key not in RUN_SETTINGS}
 
 
 def _plain(value: Value) -> str:

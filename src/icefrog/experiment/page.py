@@ -94,6 +94,7 @@ def _condition(condition: Mapping[str, Any], base: str) -> dict[str, Any]:
         "main_titles": [title for title, _, _ in _MAIN],
         "fairness": [(row["variant"], _cells(row, _FAIRNESS, best)) for row in rows],
         "fairness_titles": [title for title, _, _ in _FAIRNESS],
+        "pairs": _pairs(condition),
         "by_trace": _by_trace(rows, base),
         "groups": _groups(rows, base),
     }
@@ -126,6 +127,18 @@ def _speedup(row: Mapping[str, Any], base: str) -> tuple[str, str, str]:
     if row["variant"] == base or versus is None:
         return ("1×" if row["variant"] == base else text.NONE, "", "")
     return times(versus["ratio"]), span(versus, times), f"{versus['wins']} of {versus['pairs']} (p = {versus['p']:.2g})"
+
+
+def _pairs(condition: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """A line a variant: its speed-up over each, with the interval; nothing to tell of two variants."""
+    names = [row["variant"] for row in condition["rows"]]
+    if len(names) < 3:
+        return []
+    lines = []
+    for name in names:
+        found = [condition["pairs"][name].get(other) for other in names]
+        lines.append((name, [("", "") if one is None else (times(one["ratio"]), span(one, times)) for one in found]))
+    return lines
 
 
 def _by_trace(rows: Any, base: str) -> tuple[list[str], list[tuple[str, list[str]]]]:

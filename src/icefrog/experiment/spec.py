@@ -24,12 +24,14 @@ Value: TypeAlias = float | int | bool | str
 
 RUN_SETTINGS = ("round_s", "restart_s")
 """Settings of the run that policies know, too."""
+OUTAGE_SETTINGS = ("node_mtbf_h", "node_repair_h")
+"""Failing nodes (:class:`icefrog.executors.sim.failures.Outages`); a mean time between failures of 0: they do not fail."""
 
 
 def world_settings() -> tuple[str, ...]:
     """Every setting of ``world:``, the world's own and those of the run."""
     own = (field.name for field in fields(WorldConfig) if field.name not in ("seed", *RUN_SETTINGS))
-    return (*RUN_SETTINGS, *own)
+    return (*RUN_SETTINGS, *own, *OUTAGE_SETTINGS)
 
 
 def _listed(value: Any) -> Any:
