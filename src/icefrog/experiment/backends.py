@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ class Outcome:
 
 
 Outcomes: TypeAlias = Generator[Outcome, None, None]
+Task: TypeAlias = Callable[[int, Cell, str], Outcome]
+"""(place of the cell, the cell, digest of the program) -> what became of it."""
 
 
 class Backend(Protocol):
@@ -60,10 +62,12 @@ class Processes:
 
     Args:
         workers: how many.
+        task: what a worker does with a cell.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, task: Task | None = None) -> None:
         self.slots = workers
+        self._task = task or compute
 
     def run(self, cells: Sequence[Cell]) -> Outcomes:
         """See :class:`Backend`.
@@ -96,7 +100,7 @@ class Processes:
             while waiting or running:
                 while waiting and len(running) < workers:
                     index = waiting.pop()
-                    running[pool.submit(compute, index, cells[index], program_digest())] = index
+                    running[pool.submit(self._task, index, cells[index], program_digest())] = index
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     outcome = future.result()
