@@ -6,8 +6,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +98,7 @@ def _requested(
     nodes = min_nodes(cluster, view.spec.requested_gpus)
     remaining, mem = _remaining_samples(view, profile), cluster.gpu_mem_bytes
     alone = [] if nodes is None else exclusive_option(view, profile, nodes, mem, current, age_s, remaining)
-    if not view.spec.share:
+    if not (pricing.shares and view.spec.share):
         return tuple(alone)
     return (*alone, *shared_options(view, profile, mem, pricing.sharing_speed, age_s, remaining))
 
@@ -132,15 +130,9 @@ def _by_own_rule(view: JobView, pricing: Pricing) -> bool:
     return view.spec.freeze.rule == "none" or pricing.freezing == "freezeout"
 
 
-@lru_cache(maxsize=16)
-def _reach(cluster: ClusterSpec) -> tuple[int, ...]:
-    """GPUs of the n + 1 largest nodes."""
-    return tuple(accumulate(sorted(cluster.gpus_per_node, reverse=True)))
-
-
 def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """(num_gpus, fewest nodes that hold them) of every count that fits the cluster."""
-    reach = _reach(cluster)
+    reach = cluster.largest_nodes_gpus
     return tuple((gpus, bisect_left(reach, gpus) + 1) for gpus in counts if gpus <= reach[-1])
 
 

@@ -104,6 +104,7 @@ class Controller:
         self.policy = policy
         self.config = config or ControllerConfig()
         self._candidates = candidates
+        self._pricing = policy.pricing
         self._stands_until_s = -math.inf
 
     @property
@@ -192,7 +193,7 @@ class Controller:
             default_restart_s=self.config.restart_s,
             oracle=self.policy.oracle,
         )
-        options = Options(self._candidates, snapshot, self.policy.pricing)
+        options = Options(self._candidates, snapshot, self._pricing)
         # 2. The policy's plan, and where it goes.
         plan, allocation = self._placeable_plan(snapshot, options)
         self._stands_until_s = plan.stands_until_s
@@ -289,7 +290,7 @@ class Controller:
 
     def _grant(self, job: JobState, choice: Candidate, gpus: Sequence[GpuId]) -> ev.Grant:
         config = choice.config
-        freezing = self.policy.pricing.freezing
+        freezing = self._pricing.freezing
         return ev.Grant(
             num_gpus=config.num_gpus,
             num_nodes=num_nodes(gpus),
@@ -298,10 +299,10 @@ class Controller:
             min_frozen_layers=config.frozen_layers if config.shared and freezing != "none" else 0,
             max_frozen_layers=None if freezing != "none" else 0,
             freezing=freezing,
-            elastic_batch=self.policy.pricing.batch == "elastic",
+            elastic_batch=self._pricing.batch == "elastic",
             shared=config.shared,
             gpu_type=config.gpu_type,
-            reports=self.policy.pricing.reads_progress,
+            reports=self._pricing.reads_progress,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,27 @@ class _Frozen(BaseModel):
         for name in set(copied.__dict__) - set(type(self).model_fields):
             del copied.__dict__[name]
         return copied
+
+
+M = TypeVar("M", bound=_Frozen)
+
+
+def altered(model: M, **changes: Any) -> M:
+    """A copy with other values, which are not checked: for products of valid numbers, and a trace of 80,000 jobs.
+
+    ``model_copy`` does the same in five times the time. What follows from the layers alone is handed on, unless they change.
+    """
+    values = {**model.__dict__, **changes}
+    values.pop("memo", None)
+    if "layers" in changes:
+        values.pop("theta", None)
+        values.pop("omega", None)
+    copied = object.__new__(type(model))
+    object.__setattr__(copied, "__dict__", values)
+    object.__setattr__(copied, "__pydantic_fields_set__", model.__pydantic_fields_set__ | changes.keys())
+    object.__setattr__(copied, "__pydantic_extra__", None)
+    object.__setattr__(copied, "__pydantic_private__", None)
+    return copied
 
 
 class LayerCost(_Frozen):
@@ -120,13 +141,6 @@ class Profile(_Frozen):
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As in pydantic; what follows from the layers alone is handed on."""
-        copied = super().model_copy(update=update, deep=deep)
-        if update is None or "layers" not in update:
-            copied.__dict__["theta"], copied.__dict__["omega"] = self.theta, self.omega
-        return copied
 
     @cached_property
     def theta(self) -> FloatArray:

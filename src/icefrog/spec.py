@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -223,6 +224,11 @@ class ClusterSpec(_Frozen):
         for name in set(copied.__dict__) - set(type(self).model_fields):
             del copied.__dict__[name]
         return copied
+
+    @cached_property
+    def largest_nodes_gpus(self) -> tuple[int, ...]:
+        """GPUs of the largest node, of the two largest, and so on."""
+        return tuple(accumulate(sorted(self.gpus_per_node, reverse=True)))
 
     @cached_property
     def gpus_per_node(self) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ class Pricing:
     """Whether options name a GPU type, each with its own speed; otherwise they run on any."""
     counts: Literal["all", "requested"] = "all"
     """``requested``: a rigid policy, which looks at no other GPU count than the one that was asked for."""
+    shares: bool = True
+    """Whether the policy lets jobs share a GPU; with ``requested``, options for that are left out otherwise."""
     reads_progress: bool = True
     """Whether the policy looks at how far a running job is (samples done and left). Where it does not, simulated jobs that
     have nothing to tune are not interrupted to report, and ``effective_samples`` is that of the last stop."""

@@ -35,7 +35,7 @@ class Fifo:
     @property
     def pricing(self) -> Pricing:
         """At the requested count. Only EASY asks how long running jobs still need."""
-        return Pricing(counts="requested", reads_progress=self.options.backfill == "easy")
+        return Pricing(counts="requested", shares=False, reads_progress=self.options.backfill == "easy")
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Keep what runs; admit by order of submission."""

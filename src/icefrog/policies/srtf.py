@@ -21,7 +21,7 @@ class Srtf:
     name: ClassVar[str] = "srtf"
     source: ClassVar[str] = "textbook: shortest remaining time first (oracle: knows true durations), preemptive"
     oracle: ClassVar[bool] = True
-    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", shares=False, reads_progress=False)
 
     class Options(base.Options):
         """``srtf`` has no knobs."""

@@ -52,7 +52,7 @@ class Tiresias:
     name: ClassVar[str] = "tiresias"
     source: ClassVar[str] = "Tiresias (Gu et al., NSDI'19): discretised 2D-LAS, 2D-Gittins"
     oracle: ClassVar[bool] = False
-    pricing: ClassVar[Pricing] = Pricing(counts="requested", reads_progress=False)
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", shares=False, reads_progress=False)
 
     class Options(base.Options):
         """Knobs of ``tiresias``."""

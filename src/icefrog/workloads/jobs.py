@@ -7,7 +7,7 @@ from collections.abc import Collection
 from icefrog.errors import UserError
 from icefrog.estimate.full_layers import full_step_s
 from icefrog.gpu_types import GPU_TYPES
-from icefrog.profile import Profile
+from icefrog.profile import Profile, altered
 from icefrog.spec import JobSpec
 from icefrog.workloads.catalogue import Catalogue, Workload
 from icefrog.workloads.gradients import LayerCurves
@@ -51,7 +51,8 @@ def job_profile(
         return profile
     speed = full_speed(workload.profile, spec.requested_gpus, spec.batch.initial, gpus_per_node)
     per_epoch = max(1, round(spec.duration_s * speed / spec.max_epochs))
-    return profile.model_copy(update={"samples_per_epoch": per_epoch})
+    _ = profile.theta, profile.omega  # made once for all jobs of the workload
+    return altered(profile, samples_per_epoch=per_epoch)
 
 
 def check_gpu_types(gpu_types: Collection[str], catalogue: Catalogue) -> None:

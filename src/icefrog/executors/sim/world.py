@@ -20,7 +20,7 @@ from icefrog.estimate.tuner import TunerRule, TunerTable
 from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
-from icefrog.profile import ComputeCurve, GpuCost, OccupancyParams, Profile, SyncCurve, ThroughputParams
+from icefrog.profile import GpuCost, OccupancyParams, Profile, ThroughputParams, altered
 from icefrog.spec import ClusterSpec, JobSpec
 
 INTERFERENCE = 0.1
@@ -78,12 +78,11 @@ class World:
         logged = self._logged(spec, profile)
         truth = _calibrated(spec, profile, logged)
         margin = np.inf if logged.mem_bytes is None else logged.gpu_mem_bytes / max(logged.mem_bytes, 1.0)
-        estimate = truth.model_copy(
-            update={
-                "throughput": _perturbed(truth.throughput, self.config.noise, rng),
-                "occupancy": _perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
-                "by_gpu_type": {t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
-            }
+        estimate = altered(
+            truth,
+            throughput=_perturbed(truth.throughput, self.config.noise, rng),
+            occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
+            by_gpu_type={t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
         )
         split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
         total = float(spec.max_epochs * profile.samples_per_epoch)
@@ -145,10 +144,10 @@ def _calibrated(spec: JobSpec, profile: Profile, logged: AsLogged) -> Profile:
         return profile
     factor = spec.duration_s * logged.samples_per_s / (spec.max_epochs * profile.samples_per_epoch)
     others = {
-        gpu_type: cost.model_copy(update={"throughput": scaled(cost.throughput, factor)})
+        gpu_type: altered(cost, throughput=scaled(cost.throughput, factor))
         for gpu_type, cost in profile.by_gpu_type.items()
     }
-    return profile.model_copy(update={"throughput": scaled(profile.throughput, factor), "by_gpu_type": others})
+    return altered(profile, throughput=scaled(profile.throughput, factor), by_gpu_type=others)
 
 
 def request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
@@ -168,21 +167,20 @@ _NUM_FACTORS = 11
 def _with_factors(params: ThroughputParams, factors: list[float], flop_gamma_factor: float = 1.0) -> ThroughputParams:
     f = iter(factors)
     fwd, bwd, sync = params.fwd, params.bwd, params.sync
-    # Products of valid parameters are valid; they are not checked again, 80,000 times.
-    return ThroughputParams.model_construct(
-        fwd=ComputeCurve.model_construct(alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f), smooth=fwd.smooth),
-        bwd=ComputeCurve.model_construct(alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f), smooth=bwd.smooth),
-        sync=SyncCurve.model_construct(
+    return altered(
+        params,
+        fwd=altered(fwd, alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f)),
+        bwd=altered(bwd, alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f)),
+        sync=altered(
+            sync,
             intra_alpha_s=sync.intra_alpha_s * next(f),
             intra_beta_s=sync.intra_beta_s * next(f),
             inter_alpha_s=sync.inter_alpha_s * next(f),
             inter_beta_s=sync.inter_beta_s * next(f),
             pair_beta_s=sync.pair_beta_s * next(f),
         ),
-        overlap_gamma=params.overlap_gamma,
         flop_alpha_s=params.flop_alpha_s * next(f),
         flop_gamma=params.flop_gamma * flop_gamma_factor,
-        straggler=params.straggler,
         sync_alpha_s=params.sync_alpha_s * next(f),
     )
 
@@ -202,8 +200,8 @@ def _perturbed_occupancy(
     mem = min(mem, most)
     a, b, c, d = params.mem_bytes
     e, f, g, h = params.util_pct
-    return OccupancyParams(
-        mem_bytes=(a * mem, b * mem, c * mem, d * mem), util_pct=(e * util, f * util, g * util, h * util)
+    return altered(
+        params, mem_bytes=(a * mem, b * mem, c * mem, d * mem), util_pct=(e * util, f * util, g * util, h * util)
     )
 
 
