@@ -26,8 +26,8 @@ from icefrog.changes import place_changes
 from icefrog.controller import verify
 from icefrog.placement import place
 from icefrog.policies.base import Policy
-from icefrog.profile import Profile
-from icefrog.spec import ClusterSpec, JobSpec
+from icefrog.profile import ComputeCurve, GpuCost, Profile
+from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
 from icefrog.testing.builders import cluster as cluster_of
 from icefrog.testing.builders import job_spec, profile
 from icefrog.types import Candidate, Config, GpuId, GradientStats, JobView, Plan, Pricing, Snapshot
@@ -81,7 +81,13 @@ class Case:
 
 _COUNTS = [(1,), (1, 2), (1, 2, 4), (2, 4), (4,), (4, 8), (1, 2, 3, 4, 5, 6), (64,), (2, 64)]
 _LAYERS = 5
-_KNOWN = profile(_LAYERS)
+_KNOWN = profile(_LAYERS, gpu_type="a100")
+_SLOW = GpuCost(
+    throughput=_KNOWN.throughput.model_copy(update={"straggler": 3.0, "bwd": ComputeCurve(alpha_s=0.02, beta_s=0.01)}),
+    util_pct=_KNOWN.occupancy.util_pct,
+)
+_KNOWN = _KNOWN.model_copy(update={"by_gpu_type": {"t4": _SLOW}})
+_MIXED = ClusterSpec(nodes=(NodeSpec(gpus=4, gpu_type="a100"), NodeSpec(gpus=2, count=2, gpu_type="t4")))
 
 
 @st.composite
@@ -132,9 +138,11 @@ def views(draw: st.DrawFn, spec: JobSpec, now_s: float) -> JobView:
 
 @st.composite
 def cases(draw: st.DrawFn, max_jobs: int = 9, min_jobs: int = 0) -> Case:
-    """Waiting, running and sharing jobs on small clusters, some of whose nodes may be out of service; now and then a job
-    without any candidate."""
-    spec = cluster_of(draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])))
+    """Waiting, running and sharing jobs on small clusters, some of two GPU types, some of whose nodes may be out of service;
+    now and then a job without any candidate."""
+    spec = draw(
+        st.sampled_from([*(cluster_of(nodes, gpus) for nodes in (1, 2, 3) for gpus in (1, 2, 4)), _MIXED, _MIXED])
+    )
     nodes = range(len(spec.gpus_per_node))
     down = frozenset(draw(st.lists(st.sampled_from(nodes), max_size=len(nodes) - 1)))
     num_jobs = draw(st.integers(min_jobs, max_jobs))
@@ -157,7 +165,10 @@ def _let_run(
         offered = candidates(view, spec, now_s)
         how = draw(st.sampled_from(["wait", "run", "share"]))
         shared = [c for c in offered if c.config.shared]
-        alone = [c for c in offered if not c.config.shared and c.config.num_gpus <= len(free)]
+        pool = max(
+            ([gpu for gpu in free if spec.node_types[gpu.node] == kind] for kind in spec.parts), key=len
+        )  # no job spans GPU types
+        alone = [c for c in offered if not c.config.shared and c.config.num_gpus <= len(pool)]
         if how == "share" and shared and half is not None:
             jobs[half[0]] = _running(jobs[half[0]], _shared_config(jobs[half[0]], spec, now_s), (half[1],), now_s)
             jobs.append(_running(view, shared[0].config, (half[1],), now_s))
@@ -168,8 +179,8 @@ def _let_run(
         elif how == "run" and alone:
             config = draw(st.sampled_from(alone)).config
             since_s = max(now_s - draw(st.sampled_from([0.0, 250.0, 4000.0])), view.submit_s)
-            jobs.append(_running(view, config, tuple(free[: config.num_gpus]), since_s))
-            del free[: config.num_gpus]
+            jobs.append(_running(view, config, tuple(pool[: config.num_gpus]), since_s))
+            free = [gpu for gpu in free if gpu not in pool[: config.num_gpus]]
         else:
             jobs.append(view)
     return jobs
@@ -325,7 +336,7 @@ class PolicyContract:
         snapshot, options = case.of(policy)
         job = snapshot.jobs[0]
         offered = {c.config.num_gpus for c in options[job.job_id] if not c.config.shared}
-        offered = {num_gpus for num_gpus in offered if num_gpus <= snapshot.num_gpus}
+        offered = {num_gpus for num_gpus in offered if num_gpus <= max(snapshot.gpus_by_type.values())}
         plan = policy.decide(snapshot, options)
         assert running(snapshot, plan) or job.spec.requested_gpus not in offered
 
