@@ -1,13 +1,5 @@
-"""Chooses the boundary: the Layer Tuner inside the grant's bounds, behind four guards. Runs on rank 0 only.
-
-The guards (``docs/elastic-training.md`` says why each is needed):
-
-* warm-up: nothing is frozen during this share of P0: a prefix that has hardly been trained looks cheap to freeze;
-* hysteresis: a move must promise at least this much more effective progress;
-* dwell: no two moves within so many steps, so that statistics of re-opened layers are fresh;
-* stall: with a target set, layers frozen, and the validation metric without a new best for so many decisions, all layers
-  are opened, and stay open until there is a new best. The penalty cannot say "unreachable"; the metric can.
-"""
+"""Chooses the boundary: the Layer Tuner inside the grant's bounds, behind the guards of :mod:`icefrog.estimate.boundary`.
+Runs on rank 0 only."""
 
 from __future__ import annotations
 
@@ -17,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from icefrog.estimate.boundary import Guards, Standing, dwells, imposed_depth
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.estimate.tuner import max_frozen_layers, tune
 from icefrog.profile import Profile
@@ -24,15 +17,7 @@ from icefrog.runtime.protocol import Grant
 from icefrog.spec import Target
 from icefrog.types import Config
 
-
-@dataclass(frozen=True, slots=True)
-class Guards:
-    """Settings of the guards. Zeros are the paper's rule: the plain argmax."""
-
-    warmup_share: float = 0.1
-    hysteresis: float = 0.05
-    dwell_steps: int = 20
-    stall_patience: int = 3
+__all__ = ["Bounds", "DepthRule", "Guards", "Proposal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +105,9 @@ class DepthRule:
         if profile is None or stats is None:
             depth = min(max(now, bounds.min_frozen), bounds.max_frozen)
             return self._stay(depth, psi, measured_throughput, "not ready: too few steps measured")
-        if share_done < self.guards.warmup_share and bounds.min_frozen == 0 and now == 0:
-            return self._stay(0, 1.0, measured_throughput, "warm-up: nothing is frozen yet")
-        if self._stall_opens(now) and bounds.min_frozen == 0:
-            return self._stay(0, 1.0, measured_throughput, "opened: the validation metric stalls below the target")
+        standing = Standing(now, bounds.min_frozen, share_done, step - self.last_move_step, self._stall_opens(now))
+        if (imposed := imposed_depth(self.guards, standing)) is not None:
+            return self._stay(imposed[0], 1.0, measured_throughput, imposed[1])
         choice = tune(
             profile,
             stats.variance,
@@ -137,7 +121,7 @@ class DepthRule:
         )
         depth = max(choice.config.frozen_layers, bounds.min_frozen)
         reason = choice.reason
-        if depth > bounds.min_frozen and depth != now and step - self.last_move_step < self.guards.dwell_steps:
+        if dwells(self.guards, standing, depth):
             depth, reason = min(max(now, bounds.min_frozen), bounds.max_frozen), "dwells: the last move is too recent"
         if depth != choice.config.frozen_layers:
             worth = float(np.nan_to_num(frozen_penalty(stats.variance)[depth], nan=psi))

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from icefrog.estimate import freezeout, occupancy
+from icefrog.estimate.boundary import Standing, dwells, imposed_depth, is_worth_moving
 from icefrog.estimate.full_layers import full_step_s
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
@@ -67,6 +68,7 @@ class SimJob:
         self._interval_end = self._interval_samples
         self._checkpoint = (0.0, 0.0, 0.0)
         self._frozen_since = 0.0  # true progress when the boundary was put in force
+        self._moved_at = -np.inf  # samples processed when it last moved
         self._seen_v: FloatArray | None = None
         self._seen_g: FloatArray | None = None
         self.frozen = 0
@@ -277,10 +279,11 @@ class SimJob:
             low, high = self._scheduled(low, high)
             depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self.total_samples:.0%}"
         if low < high or (len(self._ways) > 1 and self._seen_g is not None):
-            depth, way, self.reason = self._best(psi, low, high)
+            depth, way, self.reason = self._guarded(psi, low, high)
         self._way = way
         if depth != self.frozen:
             self._move_boundary(depth)
+            self._moved_at = self.samples
         self.psi = float(psi[depth]) if np.isfinite(psi[depth]) else 1.0
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
@@ -309,6 +312,21 @@ class SimJob:
             high = min(high, grant.max_frozen_layers)
         return min(grant.min_frozen_layers, high), high
 
+    def _guarded(self, psi: FloatArray, low: int, high: int) -> tuple[int, int, str]:
+        """(depth, way, reason): the best, as far as the guards let it."""
+        steps = (self.samples - self._moved_at) / float(self._batches[self._way])
+        now = Standing(self.frozen, low, self.counted / self.total_samples, steps)
+        guards = self._config.guards
+        imposed = imposed_depth(guards, now)
+        if imposed is not None and low < high:
+            depth, way, _ = self._best(psi, imposed[0], imposed[0])
+            return depth, way, imposed[1]
+        depth, way, reason = self._best(psi, low, high)
+        if dwells(guards, now, depth):
+            held = min(max(self.frozen, low), high)
+            return held, self._way, "dwells: the last move is too recent"
+        return depth, way, reason
+
     def _best(self, psi: FloatArray, low: int, high: int) -> tuple[int, int, str]:
         """(depth, way) of the largest E; what is in force stays unless that gains more than the hysteresis."""
         if self._seen_v is None:
@@ -321,7 +339,7 @@ class SimJob:
         if progress[best] <= 0.0:
             return low, self._way, "no depth makes progress by the estimates"
         held = self._way, min(max(self.frozen, low), high) - low
-        if progress[best] <= progress[held] * (1.0 + self._config.hysteresis):
+        if not is_worth_moving(self._config.guards, progress[best], progress[held]):
             best = held
         way, depth = best[0], best[1] + low
         against = f"E {progress[best]:.4g} against {progress[way, 0]:.4g} at {low}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from icefrog.estimate.boundary import Guards
 from icefrog.profile import FloatArray, Profile
 from icefrog.spec import JobSpec
 
@@ -40,8 +41,8 @@ class WorldConfig:
     """How far a job's true per-layer variances stray from the catalogue's (one factor for each layer and job)."""
     failures_per_gpu_h: float = 0.0
     """Rate of random crashes."""
-    hysteresis: float = 0.02
-    """Least relative gain in E for which a simulated job moves its boundary."""
+    guards: Guards = field(default_factory=Guards)
+    """When a simulated job moves its boundary: the runtime's own rule (no metric is simulated, so nothing stalls)."""
     min_tuning_points: int = 20
     max_tuning_points: int = 100
     """Tuning points of a job: its epochs, within these bounds (short jobs tune every K steps, long ones every K epochs)."""
