@@ -11,10 +11,12 @@ import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from icefrog.errors import UserError
+from icefrog.rng import generator, pick
 from icefrog.spec import BatchRule, FreezeRule, JobSpec
 from icefrog.traces.rows import rewards_text
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
@@ -84,7 +86,7 @@ def task_mix(specs: tuple[JobSpec, ...]) -> dict[str, int]:
 def _spec(
     job: TraceJob, catalogue: Catalogue, seed: int, max_gpus: int | None, gpus_per_node: int, freeze: FreezeRule
 ) -> JobSpec:
-    rng = np.random.default_rng([seed, zlib.crc32(job.job_id.encode()), 3])
+    rng = generator(seed, zlib.crc32(job.job_id.encode()), 3)
     workload = _pick(job, catalogue, rng)
     batch = _batch(workload, job, rng)
     rule = _batch_range(workload, batch)
@@ -125,8 +127,7 @@ def _pick(job: TraceJob, catalogue: Catalogue, rng: np.random.Generator) -> Work
         for name, weight in catalogue.of_class(gpu_time_class(job.gpu_s))
         if job.num_gpus % catalogue.tasks[name].gpus.unit == 0
     ]
-    weights = np.array([weight for _, weight in options])
-    return catalogue[options[int(rng.choice(len(options), p=weights / weights.sum()))][0]]
+    return catalogue[options[pick(rng, [weight for _, weight in options])][0]]
 
 
 def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
@@ -153,7 +154,11 @@ def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
 
 def _batch_range(workload: Workload, first: int) -> BatchRule:
     """From the drawn batch, M0, to the task's largest: policies that keep the batch keep M0."""
-    largest = max(workload.task.batch.max, first)
+    return _range(first, max(workload.task.batch.max, first))
+
+
+@lru_cache(maxsize=1024)
+def _range(first: int, largest: int) -> BatchRule:
     return BatchRule(min=first, max=largest) if largest >= 2 * first else BatchRule(**{"global": first})
 
 

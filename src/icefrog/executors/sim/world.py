@@ -21,6 +21,7 @@ from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
 from icefrog.profile import GpuCost, OccupancyParams, Profile, ThroughputParams, altered
+from icefrog.rng import generator
 from icefrog.spec import ClusterSpec, JobSpec
 
 INTERFERENCE = 0.1
@@ -70,7 +71,7 @@ class World:
 
     def rng(self, job_id: str, stream: int) -> np.random.Generator:
         """A generator of the job's own, so that what a policy does to one job cannot change the luck of another."""
-        return np.random.default_rng([self.config.seed, zlib.crc32(job_id.encode()), stream])
+        return generator(self.config.seed, zlib.crc32(job_id.encode()), stream)
 
     def _job(self, job_id: str) -> TrueJob:
         spec, profile, curves = self._specs[job_id], self._profiles[job_id], self._curves[job_id]
