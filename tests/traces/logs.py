@@ -104,6 +104,7 @@ best_effort,job_type
 3,vc_a,0,30,3621,alexnet,30,17,30,10,1,best
 4,vc_a,1,30,3621,alexnet,30,17,30-x,10,0,strict
 5,vc_a,1,30,3621,alexnet,30,17,30-40,10,0,soft
+6,vc_a,1,30,3621,alexnet,30,17,0,10,0,strict
 """
 POLLUX = """name,time,application,num_replicas,batch_size
 cifar10-0,107,cifar10,6,2048

@@ -198,8 +198,11 @@ def test_chronus(tmp_path: Path) -> None:
         "0 GPUs": 1,
         "unreadable expect_time_list": 1,
         "as many rewards as deadlines are needed": 1,
+        "deadline at the submission": 1,
     }
-    labels = to_specs(trace, load_catalogue()).specs[0].labels
+    spec = to_specs(trace, load_catalogue()).specs[0]
+    labels = spec.labels
+    assert spec.deadline_s == 1800.0
     assert (labels["deadline_s"], labels["rewards"]) == ("1800", "1800.0:10.0;2400.0:8.0;3300.0:5.0")
 
 

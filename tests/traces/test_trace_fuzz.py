@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from logs import LOGS, PAI_HEADERS, PAI_JOB, PAI_TASK
 
 from icefrog.errors import UserError
 from icefrog.spec import JOB_ID_PATTERN
-from icefrog.traces import Trace, describe, read_trace, write_text
+from icefrog.traces import Trace, describe, read_trace, to_specs, write_text
+from icefrog.workloads import Catalogue, load_catalogue
 
 QUICK, SLOW = 300, 10_000
 JUNK = [
@@ -135,7 +137,13 @@ def check(path: Path, number: int, *, deep: bool) -> bool:
         again = outcome(own, "icefrog-csv")
         assert isinstance(again, Trace), (number, again)
         assert again.jobs == trace.jobs, number
+        assert len(to_specs(trace, catalogue()).specs) == len(trace.jobs)
     return True
+
+
+@cache
+def catalogue() -> Catalogue:
+    return load_catalogue()
 
 
 def outcome(path: Path, format: str | None = None) -> Trace | UserError:

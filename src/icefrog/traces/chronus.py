@@ -42,6 +42,7 @@ def _part(table: Table, first_row: int) -> Part:
     rows.drop("as many rewards as deadlines are needed", times.list.len() != worths.list.len())
     due = (kind != "best").fill_null(True) & times.is_not_null()
     first = times.list.first() * _MINUTE_S
+    rows.drop("deadline at the submission", due & (first == 0))
     user = rows.text("user")
     return rows.part(
         job_id=rows.text("job_id"),

@@ -152,10 +152,11 @@ def _optional(table: Table) -> list[pl.Series]:
             require(table, text.is_null() | text.str.contains(_REWARDS), name, "seconds:worth;seconds:worth;...", hint)
             columns.append(text)
         else:
-            whole = name in _COUNTS
-            allowed = "a whole number >= 1" if whole else "a number >= 0"
+            allowed = "a whole number >= 1" if name in _COUNTS else f"a number {'>=' if name == 'queue_s' else '>'} 0"
             values = numbers(table, name, allowed, hint)
-            good = (values >= 1) & (values == values.floor()) & (values < 2**53) if whole else values >= 0
+            good = values >= 0 if name == "queue_s" else values > 0
+            if name in _COUNTS:
+                good &= (values == values.floor()) & (values < 2**53)
             require(table, values.is_null() | good, name, allowed, hint)
             columns.append(values)
     return columns

@@ -128,7 +128,8 @@ def _time_limit(rows: Rows) -> pl.Series:
     """The user's limit, s: TimelimitRaw (minutes), else Timelimit; null for none, and where it cannot be read."""
     minutes = rows.text("timelimitraw").cast(pl.Float64, strict=False)
     minutes = minutes.set(~(minutes.is_finite() & (minutes > 0)).fill_null(False), None)
-    return (minutes * 60.0).fill_null(_clock_s(rows.text("timelimit")))
+    limit_s = (minutes * 60.0).fill_null(_clock_s(rows.text("timelimit")))
+    return limit_s.set((limit_s == 0).fill_null(False), None)
 
 
 def _clock_s(text: pl.Series) -> pl.Series:
