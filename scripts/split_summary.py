@@ -87,9 +87,9 @@ def _family(task: Task, kind: str, folders: Sequence[Path], mode: int) -> dict[s
         "validation_loss": losses,
         "param_share": _param_share(task, folders[0]),
         "total": _digits(variance.sum(1) / variance.sum(1).mean()),
-        "noise_scale": _digits(variance.sum(1) / np.maximum(sqr.sum(1), 1e-30)),
+        "noise_scale": _digits(variance.sum(1) / sqr.sum(1)),
         "variance_share": _rounded(variance / variance.sum(1, keepdims=True)),
-        "sqr_share": _rounded(sqr / np.maximum(sqr.sum(1, keepdims=True), 1e-30)),
+        "sqr_share": _rounded(sqr / sqr.sum(1, keepdims=True)),
         "runs": runs,
     }
 
@@ -107,9 +107,15 @@ def _study(task: Task, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _mean_curves(runs: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
-    """(S averaged in the logarithm, |G|^2 averaged and clamped at 0), each (11, units)."""
+    """(S averaged in the logarithm, |G|^2 averaged and clamped at 0), each (11, units).
+
+    Where no unit shows any signal above the noise, |G|^2 is taken from the moment that shows the least.
+    """
     grids = [on_grid(run) for run in runs]
-    return _log_mean([g[:, 0] for g in grids]), np.mean([np.maximum(g[:, 1], 0) for g in grids], axis=0)
+    sqr = np.mean([np.maximum(g[:, 1], 0) for g in grids], axis=0)
+    total = sqr.sum(1)
+    sqr[total <= 0] = sqr[np.where(total > 0, total, np.inf).argmin()]
+    return _log_mean([g[:, 0] for g in grids]), sqr
 
 
 def _param_share(task: Task, folder: Path) -> list[float]:
