@@ -82,8 +82,8 @@ def test_short_is_what_needs_few_gpu_seconds_if_one_says_so() -> None:
     assert Stage("sjf", roles, gpus=4, size="gpu_time").play().finish_s == {"now": 10, "narrow": 60, "wide": 90}
 
 
-def test_the_cheapest_is_displaced_and_looks_for_another_place() -> None:
-    """A job that needs a whole node takes the one where one GPU is lost, not three; who had that one moves to the other."""
+def test_the_last_in_line_is_displaced_and_looks_for_another_place() -> None:
+    """A job that needs a whole node takes that of the job with the most time left, which moves to the other node."""
     roles = [Role("filler", 20), Role("large", 200, 3), Role("small", 400), Role("urgent", 10, 4, submit_s=50)]
     stage = Stage("srtf", roles, nodes=2, gpus=4).play(until_s=50)
     assert {job.job_id: {gpu.node for gpu in job.gpus} for job in stage.snapshot.jobs} == {"large": {0}, "small": {1}}
@@ -135,3 +135,10 @@ def test_a_job_file_may_name_a_deadline_after_submission() -> None:
     assert Stage("edf", [spec]).decide().choices.keys() == {"a"}
     with pytest.raises(ValueError, match="greater than 0"):
         Stage("edf", [due("a", 1, 0.0)]).decide()
+
+
+def test_nobody_is_displaced_in_vain() -> None:
+    """Room for two GPUs: the last in line has one, the one before it two, which are enough by themselves."""
+    roles = [Role("first", 100), Role("two", 200, 2), Role("last", 300), Role("pair", 10, 2, submit_s=5)]
+    plan = Stage("srtf", roles, gpus=4).play(until_s=5).decide()
+    assert plan.preempted == {"two"}

@@ -48,8 +48,8 @@ class Edf:
             return (math.inf if over else due_s, over, job.submit_s)
 
         jobs = snapshot.jobs if self.options.preempt and snapshot.views.waiting else snapshot.views.waiting
-        ahead = [due_s for job in snapshot.jobs if (due_s := deadline(job)) > snapshot.now_s]
-        stands_until_s = min(ahead, default=math.inf) if late_last else math.inf
+        ahead = [due_s for job in snapshot.jobs if late_last and (due_s := deadline(job)) > snapshot.now_s]
+        stands_until_s = min(ahead, default=math.inf)
         return admit(snapshot, candidates, sorted(jobs, key=key), _WORDS).plan(stands_until_s=stands_until_s)
 
 

@@ -157,8 +157,12 @@ def admit(snapshot: Snapshot, candidates: Candidates, order: Sequence[JobView], 
         kind = candidate.config.gpu_type
         gpus: Gpus | None = free.find(wanted, job.gpus, kind)
         if gpus is None and free.num_free + num_soft >= wanted:
-            gpus = _displace(admission, soft, wanted, kind)
-            num_soft = sum(map(len, soft.values()))
+            victims, gpus = _victims(free, soft, wanted, kind)
+            for victim in victims:
+                num_soft -= len(soft[victim])
+                admission.evict(victim, soft.pop(victim))
+            if victims and gpus is None:
+                gpus = free.find(wanted, gpu_type=kind)
         if gpus is None:
             admission.leave_out(job, wanted)
         else:
@@ -166,42 +170,38 @@ def admit(snapshot: Snapshot, candidates: Candidates, order: Sequence[JobView], 
     return admission
 
 
-def _displace(admission: Admission, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> Gpus | None:
-    """Make room for a job at the cost of ``soft`` ones; they are taken out of it. None, and nothing done, if all of them
-    together are not enough."""
-    free = admission.free
-    gpus: Gpus | None = None
-    victims: list[str] | None = None
+def _victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> tuple[list[str], Gpus | None]:
+    """Whom of ``soft`` a job displaces, the last in line first, and its place if it spans nodes (else there will be one).
+    Nobody: all of them together are not enough."""
     if wanted <= free.largest_of(gpu_type):
-        victims = _cheapest_victims(free, soft, wanted, gpu_type)
-    elif (gpus := _without(free, soft.values()).find(wanted, gpu_type=gpu_type)) is not None:
-        victims = _in_the_way(soft, gpus)
-    if victims is None:
-        return None
-    for job_id in victims:
-        admission.evict(job_id, soft.pop(job_id))
-    return gpus or free.find(wanted, gpu_type=gpu_type)
+        return _victims_on_a_node(free, soft, wanted, gpu_type), None
+    gpus = _without(free, soft.values()).find(wanted, gpu_type=gpu_type)
+    return ([], None) if gpus is None else (_in_the_way(soft, gpus), gpus)
 
 
-def _cheapest_victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> list[str] | None:
-    """On the node where the fewest GPUs are lost to others: its jobs, the last in line first, until there is room."""
-    residents: dict[int, dict[str, int]] = defaultdict(dict)  # node -> job -> its GPUs there, the last in line first
+def _victims_on_a_node(free: FreeGpus, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> list[str]:
+    """Up the line from its end, until some node has room; who has to leave it is who stands there, as far as needed."""
+    room: dict[int, int] = {}
+    found: dict[int, list[tuple[str, int]]] = defaultdict(list)  # node -> (job, its GPUs there)
     for job_id in reversed(soft):
-        for node, _ in soft[job_id]:
-            residents[node][job_id] = residents[node].get(job_id, 0) + 1
-    best: tuple[int, int, list[str]] | None = None
-    for node, jobs in residents.items():
-        if not free.has_type(node, gpu_type):
-            continue
-        room, cost, victims = free.free_in(node), 0, []
-        for job_id, here in jobs.items():
-            if room >= wanted:
-                break
-            victims.append(job_id)
-            room, cost = room + here, cost + len(soft[job_id])
-        if room >= wanted and (best is None or (cost, node) < best[:2]):
-            best = (cost, node, victims)
-    return None if best is None else best[2]
+        for node in dict.fromkeys(gpu.node for gpu in soft[job_id]):
+            here = sum(gpu.node == node for gpu in soft[job_id])
+            room[node] = room.get(node, free.free_in(node)) + here
+            found[node].append((job_id, here))
+            if room[node] >= wanted and free.has_type(node, gpu_type):
+                return _needed(found[node], room[node] - wanted)
+    return []
+
+
+def _needed(victims: list[tuple[str, int]], spare: int) -> list[str]:
+    """Without those, the first in line first, that can stay because the rest is enough."""
+    needed = []
+    for job_id, here in reversed(victims):
+        if here <= spare:
+            spare -= here
+        else:
+            needed.append(job_id)
+    return needed
 
 
 def _without(free: FreeGpus, holders: Iterable[Gpus]) -> FreeGpus:

@@ -79,10 +79,12 @@ class Themis:
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """One auction, if there is anything to offer."""
         now_s, views, last_s = snapshot.now_s, snapshot.views, _last_auction_s(snapshot.memory)
+        if not views.waiting:
+            return admit(snapshot, candidates, (), _WORDS).plan(memory={"auction_s": None})
         over = [] if last_s is None else [job for job in views.running if now_s >= self._lease_end_s(job, last_s)]
         line: list[JobView] = []
         bids: dict[str, Bid] = {}
-        if views.waiting and (over or free_gpus(snapshot).num_free):
+        if over or free_gpus(snapshot).num_free:
             line = [*over, *views.waiting]
             bids = _bids(line, snapshot, candidates)
         admission = admit(snapshot, candidates, self._in_line(line, bids), _WORDS)
