@@ -6,6 +6,7 @@ as bytes, so that no node needs to see the files.
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from icefrog.experiment.digest import program_digest
 
 _IN_FLIGHT_PER_SLOT = 2
 """Cells handed to Ray for every CPU it has: enough to keep it busy, few enough to give up quickly."""
+_KNOCK_S = 10.0
+"""How long a cluster has to answer."""
 
 
 class RayCluster:
@@ -36,16 +39,14 @@ class RayCluster:
 
     def __init__(self, address: str, workers: int | None = None) -> None:
         self._ray = _import_ray()
+        _knock(address)
         package = str(Path(icefrog.__file__).parent)
         try:
             self._ray.init(
                 address=address, runtime_env={"py_modules": [package]}, log_to_driver=False, logging_level="error"
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise UserError(
-                f"--ray: no cluster at {address!r}: {' '.join(str(error).split())[:200]}",
-                "`ray start --head` starts one; --ray auto finds the one this machine belongs to",
-            ) from error
+            raise _no_cluster(address, error) from error
         cpus = int(self._ray.cluster_resources().get("CPU", 1))
         self.slots = min(workers or cpus, max(cpus, 1))
 
@@ -99,6 +100,24 @@ def _content(path: str) -> tuple[str, bytes] | None:
     if where.is_dir():
         raise UserError(f"--ray: the trace {path} is a folder", "`icefrog trace convert` makes one file of it")
     return where.name, where.read_bytes()
+
+
+def _knock(address: str) -> None:
+    """Raise :class:`UserError` if nobody listens at ``HOST:PORT``: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # auto, local: Ray knows where
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> UserError:
+    return UserError(
+        f"--ray: no cluster at {address!r}: {' '.join(str(error).split())[:200]}",
+        "`ray start --head` starts one; --ray auto finds the one this machine belongs to",
+    )
 
 
 def _import_ray() -> ModuleType:
