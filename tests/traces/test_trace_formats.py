@@ -167,6 +167,12 @@ def test_pai_as_it_is_published_in_tar_archives(tmp_path: Path) -> None:
     assert read_trace(tmp_path).jobs == read_trace(write_pai(whole)).jobs
 
 
+def test_a_header_file_of_something_else_is_not_taken_for_the_header(tmp_path: Path) -> None:
+    path = write_log(tmp_path, "icefrog-csv")
+    path.with_suffix(".header").write_text("x,y\n")
+    assert len(read_trace(path)) == 2
+
+
 def test_pai_job_table_alone_is_not_enough(tmp_path: Path) -> None:
     path = tmp_path / "pai_job_table.csv"
     path.write_text(PAI_JOB)
@@ -355,3 +361,19 @@ def test_a_slurm_log_of_nothing_but_steps_has_no_jobs(tmp_path: Path) -> None:
     path.write_text("\n".join(line for line in SLURM.splitlines() if line.startswith(("JobID", "1001."))))
     with pytest.raises(UserError, match=r"no jobs in it \(2 rows read, 0 kept; dropped: 2 \(job step\)\)"):
         read_trace(path)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "read", "kept", "span_s"),
+    [
+        ("chronus/trace_job_Philly_MIX1.csv.gz", 30940, 30756, 14 * 86400),
+        ("chronus/trace_job_Philly_MIX2.csv.gz", 30940, 30746, 14 * 86400),
+        ("sia-workloads/newtrace-3.csv", 960, 960, 48 * 3600),
+        ("pollux/workloads/workload-6.csv", 160, 160, 8 * 3600),
+    ],
+)
+def test_public_traces(data_dir: Path, name: str, read: int, kept: int, span_s: float) -> None:
+    trace = read_trace(data_dir / name)
+    assert (trace.report.read, trace.report.kept) == (read, kept)
+    assert 0.97 * span_s < trace.jobs[-1].submit_s < span_s

@@ -99,7 +99,7 @@ def open_source(path: Path) -> Source:
     beside = path.with_name(path.name.split(".")[0] + ".header")
     if beside != path and beside.is_file():
         names = split_header(b"".join(block.data for block in _blocks(beside, 1 << 16, False)).decode())
-        if names != split_header(head):
+        if names != split_header(head) and len(names) == len(split_header(head)):
             return Source(path, head, names, header_apart=True)
     return Source(path, head, split_header(head))
 
