@@ -109,3 +109,8 @@ def test_a_job_without_a_known_workload_is_refused(catalogue: Catalogue) -> None
         job_profile(spec.model_copy(update={"workload": "alexnet"}), catalogue)
     with pytest.raises(UserError, match="no workload"):
         job_profile(spec.model_copy(update={"workload": None, "entry": "a:b"}), catalogue)
+
+
+def test_deadlines_of_the_log_stand_in_the_jobs(catalogue: Catalogue) -> None:
+    trace = trace_of(TraceJob("a", 5.0, 1, 100.0, deadline_s=300.0), TraceJob("b", 6.0, 1, 100.0))
+    assert [spec.deadline_s for spec in to_specs(trace, catalogue).specs] == [300.0, None]
