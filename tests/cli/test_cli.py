@@ -231,6 +231,17 @@ def test_listings(capsys, command):
     assert len(json.loads(capsys.readouterr().out)) >= 3
 
 
+def test_the_listing_of_policies_says_what_each_option_may_be(capsys):
+    run(["policies"])
+    text = capsys.readouterr().out
+    assert "--set themis.fairness=0.8  [0..1] " in text
+    assert "--set themis.lease_s=1200.0  [> 0] " in text
+    assert "--set fifo.backfill=none  [none | aggressive | easy] " in text
+    run(["policies", "--json"])
+    policies = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert all(option["description"] for row in policies for option in row["options"].values())
+
+
 @pytest.mark.parametrize("argv", [[], ["trace"]])
 def test_a_command_of_commands_by_itself_shows_them(capsys, argv):
     assert run(argv) == 0
