@@ -9,7 +9,7 @@ from typing import Protocol
 
 from icefrog import events as ev
 from icefrog.changes import in_order, num_granted, place_changes
-from icefrog.placement import num_nodes, place
+from icefrog.placement import keeps_to_types, num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
@@ -211,6 +211,8 @@ class Controller:
         plan, placement = Plan(choices={}), None
         for _ in range(self.config.max_replans):
             plan = self.policy.decide(snapshot, options)
+            if plan.gpus is not None and not plan.keeps and not keeps_to_types(snapshot, plan):
+                plan = replace(plan, gpus=None)
             verify(plan, snapshot, options)
             if plan.gpus is not None:
                 return plan, plan.gpus

@@ -290,3 +290,12 @@ def of_type(cluster: ClusterSpec, gpus: Sequence[GpuId], gpu_type: str = ANY_GPU
         return gpu_type == ANY_GPU or gpu_type in cluster.parts
     types = {cluster.node_types[gpu.node] for gpu in gpus}
     return len(types) == 1 and gpu_type in (ANY_GPU, *types)
+
+
+def keeps_to_types(snapshot: Snapshot, plan: Plan) -> bool:
+    """Whether the GPUs that the plan names are of one type for each job, and of the type chosen where one was."""
+    cluster, gpus_of = snapshot.cluster, plan.gpus or {}
+    if len(cluster.parts) == 1:
+        return True
+    named = ((gpus, plan.choices[job_id].config.gpu_type) for job_id, gpus in gpus_of.items() if job_id in plan.choices)
+    return all(of_type(cluster, gpus, gpu_type) for gpus, gpu_type in named)

@@ -14,7 +14,7 @@ from icefrog.profile import GpuCost, Profile
 from icefrog.specfile import parse_cluster
 from icefrog.state import ClusterState
 from icefrog.testing import builders as b
-from icefrog.types import Candidate, Plan, Snapshot
+from icefrog.types import Candidate, GpuId, Plan, Pricing, Snapshot
 
 MIXED = parse_cluster("1x4:a100+1x2:t4")
 
@@ -144,3 +144,21 @@ def test_equal_clusters_are_equal_whatever_was_asked_of_them():
     asked, also, fresh = b.cluster(2, 4), b.cluster(2, 4), b.cluster(2, 4)
     assert asked.parts == also.parts
     assert asked == also == fresh
+
+
+class Naming:
+    """A policy that names GPUs and knows nothing of types."""
+
+    name, source, oracle, pricing = "naming", "of this test", False, Pricing()
+
+    def decide(self, snapshot: Snapshot, candidates: object) -> Plan:
+        """Two GPUs, one of each type."""
+        gpus = {"a": (GpuId(0, 3), GpuId(1, 0))}
+        return Plan({"a": b.candidate(2, 100.0)}, reasons={"a": "because of it"}, gpus=gpus)
+
+
+def test_gpus_of_several_types_are_not_taken_from_a_policy_that_knows_of_none():
+    state = ClusterState(MIXED)
+    controller = Controller(state, Naming(), lambda *_: (b.candidate(2, 100.0),))
+    controller.handle([ev.JobSubmitted(time_s=0.0, job=b.job_spec("a"))])
+    assert {MIXED.node_types[gpu.node] for gpu in state.jobs["a"].gpus} == {"a100"}
