@@ -231,7 +231,8 @@ class Plan:
     migrate: bool = True  # whether running jobs may be moved (restarted elsewhere) so that others find a place
     memory: Json = None
     gpus: Mapping[str, tuple[GpuId, ...]] | None = None
-    """Where the policy wants its jobs, GPU by GPU, in the order of ranks; None: ``placement.place`` decides for all."""
+    """Where the policy wants its jobs, GPU by GPU, in the order of ranks; None: ``placement.place`` decides for all, as it
+    does where the policy gave a job GPUs of several types, or of another than chosen (with ``keeps``: an error)."""
     stands_until_s: float = 0.0
     """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs or a node changes (progress
     reports do not count). The driver spares rounds in which nothing of that happened. ``inf``: for good."""
