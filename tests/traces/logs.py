@@ -68,11 +68,14 @@ j3,i3,u3,Terminated,300.0,400.0
 j4,i4,u4,Running,350.0,
 j5,i5,u5,Terminated,0.0,400.0
 j6,i6,u6,Terminated,360.0,400.0
+j8,i8,u8,Terminated,500.0,600.0
 """
 PAI_TASK = """j1,worker,4.0,Terminated,150.0,890.0,600.0,29.3,50.0,T4
 j1,ps,2.0,Terminated,150.0,900.0,600.0,29.3,,CPU
 j1,evaluator,1.0,Terminated,140.0,700.0,600.0,29.3,25.0,P100
 j2,tensorflow,1.0,Failed,210.0,500.0,600.0,29.3,25.0,MISC
+j8,worker,1.0,Running,510.0,,600.0,29.3,100.0,T4
+j8,chief,1.0,Terminated,520.0,600.0,600.0,29.3,100.0,T4
 j3,xComputeWorker,3.0,Terminated,310.0,400.0,600.0,29.3,,
 j4,worker,1.0,Running,360.0,,600.0,29.3,100.0,V100
 j5,worker,1.0,Terminated,310.0,400.0,600.0,29.3,100.0,V100

@@ -121,16 +121,21 @@ def test_acme_kalos(tmp_path: Path) -> None:
 
 def test_pai_folder(tmp_path: Path) -> None:
     trace = read_trace(write_pai(tmp_path))
-    one, two = trace.jobs
+    one, two, three = trace.jobs
+    assert (three.job_id, three.num_gpus, three.duration_s) == (
+        "j8",
+        2,
+        90.0,
+    )  # one of its tasks was never noted as done
     assert one == TraceJob(
         "j1", 0.0, 3, 750.0, "u1", gpu_type="P100+T4", state="completed", gpu_demand=2.25, queue_s=40.0
     )
     assert two == TraceJob("j2", 100.0, 1, 290.0, "u2", gpu_type="MISC", state="failed", gpu_demand=0.25, queue_s=10.0)
     assert one.gpu_s == 2.25 * 750
     assert trace.start is None
-    assert trace.report.read == 6 + 8
+    assert trace.report.read == 7 + 10
     assert trace.report.dropped == {
-        "task, merged into its job": 7,
+        "task, merged into its job": 9,
         "task without a job in the job table": 1,
         "no task in the task table": 1,
         "CPU job (0 GPUs)": 1,
@@ -303,6 +308,13 @@ def test_slurm_with_a_bar_at_the_end_other_columns_and_seconds_since_1970(tmp_pa
     ]
     assert trace.jobs[1].submit_s == 1e8
     assert trace.report.dropped == {"never started": 1}
+
+
+@pytest.mark.parametrize("mark", ["\t", ";", "^"])
+def test_slurm_with_another_delimiter(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "sacct.txt"
+    path.write_text(SLURM.replace("|", mark))
+    assert read_trace(path) == read_trace(write_log(tmp_path, "slurm"))
 
 
 def test_sacct_in_columns_is_told_how_to_export(tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ def _merge(kept: pl.DataFrame, *, with_jobs: bool) -> tuple[pl.DataFrame, Mappin
         merged = unique.select("row", "job_id", "user", "state", pl.col("start_s").alias("submit_s")).join(
             grouped, on="job_id", how="left", maintain_order="left"
         )
+        # The job's own status decides: of a finished job a task may still be noted as running.
+        merged = merged.with_columns(pl.col("state").is_in(["running", "waiting"]).alias("busy"))
         joined = int(merged["tasks"].fill_null(0).sum())
         tally(lost, _MERGED, joined)
         tally(lost, _ORPHAN, tasks.height - joined)

@@ -24,7 +24,7 @@ from icefrog.traces.trace import Trace
 NAME = "slurm"
 COLUMNS = ("JobID", "Submit", "Elapsed", "State", "AllocTRES")
 DESCRIPTION = "Slurm: sacct --parsable2 --format JobID,User,Partition,Submit,Start,Elapsed,State,AllocTRES,..."
-_SEPARATOR = "|"
+_SEPARATORS = "|\t;^"  # of --parsable2, and what is usual for --delimiter (a comma stands in AllocTRES)
 _GPU_COLUMNS = ("AllocTRES", "AllocGRES", "ReqTRES", "ReqGRES")
 _SOCKETS = re.compile(r"\([^)]*\)")  # gpu:2(S:0-1): which sockets
 _NEVER = ("pending", "requeue_hold", "special_exit", "configuring")
@@ -46,7 +46,7 @@ def read(source: Source) -> Trace:
     example: dict[str, str] = {}
     reason = "line with other cells than the header"
     for block in source.blocks(quotes=False):
-        table, wrong, line = parse_bare(source, block, _SEPARATOR)
+        table, wrong, line = parse_bare(source, block, _separator(source))
         parts.append(_part(table, first_row))
         first_row += parts[-1].read
         ragged += wrong
@@ -62,7 +62,11 @@ def read(source: Source) -> Trace:
 
 
 def _names(source: Source) -> list[str]:
-    return [name.lower() for name in source.cells(_SEPARATOR)]
+    return [name.lower() for name in source.cells(_separator(source))]
+
+
+def _separator(source: Source) -> str:
+    return next((mark for mark in _SEPARATORS if mark in source.head), "|")
 
 
 def _part(table: Table, first_row: int) -> Part:
