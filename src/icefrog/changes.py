@@ -43,7 +43,7 @@ def num_granted(snapshot: Snapshot, plan: Plan, allocation: Allocation) -> tuple
     named = [job_id for job_id in (*plan.choices, *plan.preempted) if views.by_id[job_id].running]
     taken = len({gpu for gpus in allocation.values() for gpu in gpus})
     free = free_after_leaving(snapshot, plan).num_free
-    return snapshot.num_gpus - free + taken, len(views.running) - len(named) + len(plan.choices)
+    return snapshot.num_gpus - free + taken, len(views) - len(views.waiting) - len(named) + len(plan.choices)
 
 
 def _given_up(named: Iterable[JobView], snapshot: Snapshot) -> set[tuple[GpuId, ...]]:

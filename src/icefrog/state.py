@@ -120,6 +120,7 @@ class JobState:
     oracle_duration_s: float | None
     submit_s: float
     profile: Profile | None
+    place: int = 0  # in the order of submission
     phase: Phase = Phase.PENDING
     attempt: int = 0
     gpus: tuple[GpuId, ...] = ()  # granted
@@ -193,6 +194,7 @@ class ClusterState:
         """For oracles in a simulation: true service time left now. None: told by the last report and the logged duration."""
         # Kept between snapshots, since most jobs do not change from one to the next.
         self._views: dict[str, JobView] = {}
+        self._waiting: dict[str, int] = {}  # jobs whose view waits -> place in the order of submission
         self._stale: dict[str, None] = {}  # jobs that something happened to since their view was made
         self._made: JobViews | None = None
         self._made_for: tuple[float, ClusterSpec] | None = None
@@ -250,6 +252,7 @@ class ClusterState:
             oracle_duration_s=spec.duration_s,
             submit_s=record.time_s,
             profile=profile,
+            place=len(self.jobs),
             total_samples=None if profile is None else float(profile.samples_per_epoch * spec.max_epochs),
             waiting_since_s=record.time_s,
         )
@@ -362,11 +365,15 @@ class ClusterState:
             return self._made
         for job_id in self._stale:
             job = self.active.get(job_id)
+            self._waiting.pop(job_id, None)
             if job is not None and not job.cancel_requested:
-                self._views[job_id] = self.view(job, default_restart_s)
+                view = self._views[job_id] = self.view(job, default_restart_s)
+                if not view.running:
+                    self._waiting[job_id] = job.place
             else:
                 self._views.pop(job_id, None)
-        self._made = JobViews.of(self._views)
+        in_order = sorted(self._waiting, key=self._waiting.__getitem__)
+        self._made = JobViews.of(self._views, tuple([self._views[job_id] for job_id in in_order]))
         down = frozenset(self.down)
         moved = {job_id: self.jobs[job_id].gpus for job_id in self._stale}
         self._made.free = (down, self._occupied.update(self.cluster, down, moved))

@@ -150,10 +150,10 @@ class JobViews(tuple[JobView, ...]):
     ``changes.free_gpus``."""
 
     @classmethod
-    def of(cls, by_id: Mapping[str, JobView]) -> JobViews:
-        """From a mapping in order of submission, which is copied."""
+    def of(cls, by_id: Mapping[str, JobView], waiting: tuple[JobView, ...]) -> JobViews:
+        """From a mapping, which is copied, and those of its jobs that wait; both in order of submission."""
         views = cls(by_id.values())
-        views.__dict__["by_id"] = dict(by_id)
+        views.__dict__.update(by_id=dict(by_id), waiting=waiting)
         return views
 
     @cached_property
