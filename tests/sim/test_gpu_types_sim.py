@@ -11,6 +11,7 @@ from worlds import Workload, workload
 from icefrog import events as ev
 from icefrog.estimate.throughput import step_s
 from icefrog.executors.sim import World, WorldConfig
+from icefrog.executors.sim.failures import Outages
 from icefrog.policies import policy_names
 from icefrog.profile import GpuCost
 from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
@@ -114,3 +115,15 @@ def test_estimates_of_each_type_have_errors_of_their_own() -> None:
     assert errors[0] != errors[1]
     alike = World(work.specs, WORK.profiles, work.curves, MIXED, WorldConfig(noise=0.1))
     assert alike.estimates[job_id].throughput == estimate.throughput  # those of the usual type are what they were
+
+
+@pytest.mark.parametrize("policy", ["gavel", "fifo", "tiresias", "icefrog"])
+def test_types_and_failing_nodes_together(policy: str) -> None:
+    settings = SimSettings(world=EXACT, outages=Outages(node_mtbf_h=2.0, node_repair_h=1.0), check=True)
+    work = typed(WORK)
+    scenario = icefrog_scenario(work.specs, work.profiles, work.curves, MIXED, settings)
+    result = simulate(scenario, policy, None, settings)
+    assert result.stalled == ""
+    assert {job.phase for job in result.state.jobs.values()} == {"completed"}
+    assert any(isinstance(record, ev.JobCrashed) for record in result.records)
+    assert all(len(kinds) == 1 for _, kinds in types_used(result))

@@ -229,3 +229,30 @@ def test_jobs_that_wait_for_a_cluster_that_is_out_are_no_stall_and_those_without
     assert late.stalled == ""
     assert min(job.finish_s or 0.0 for job in late.state.jobs.values() if job.submit_s > 100.0) > 1e6
     assert run("fifo", Outages(planned=changes)).stalled
+
+
+@pytest.mark.parametrize("policy", ["fifo", "icefrog"])
+def test_a_job_that_is_lost_with_its_node_keeps_all_but_its_last_interval(policy: str) -> None:
+    """Whether it reports (icefrog) or has nothing to tell (fifo): an interval is a twentieth of the job here, or less."""
+    result = run(policy, FAILING)
+    done: dict[str, float] = {}
+    since: dict[str, ev.JobStarted] = {}
+    for record in result.records:
+        if isinstance(record, ev.JobStarted):
+            since[record.job_id] = record
+        elif isinstance(record, ev.JobStopped | ev.JobFinished):
+            done[record.job_id] = record.effective_samples or 0.0
+        elif isinstance(record, ev.JobCrashed):
+            spec = result.state.jobs[record.job_id].spec
+            total = 10_000.0 * spec.max_epochs
+            left = record.effective_samples
+            assert left is not None
+            assert left >= done.get(record.job_id, 0.0) - 1e-6  # never less than what it had at its last stop
+            if policy == "fifo":
+                duration_s = result.state.jobs[record.job_id].oracle_duration_s
+                assert duration_s is not None
+                restart_s = 60.0 if since[record.job_id].attempt > 1 else 0.0
+                ran_s = max(record.time_s - since[record.job_id].time_s - restart_s, 0.0)
+                reached = done.get(record.job_id, 0.0) + total * ran_s / duration_s
+                assert reached - total / 20 - 1e-3 <= left <= reached + 1e-3
+            done[record.job_id] = left
