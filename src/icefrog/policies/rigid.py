@@ -170,6 +170,29 @@ def admit(snapshot: Snapshot, candidates: Candidates, order: Sequence[JobView], 
     return admission
 
 
+def admit_into_free(
+    snapshot: Snapshot, candidates: Candidates, waiting: Sequence[JobView], words: Words
+) -> Admission | None:
+    """What :func:`admit` decides where everybody who waits finds a free place, without a look at those that run.
+
+    Args:
+        waiting: the jobs that wait, the first in line first.
+
+    Returns:
+        None where somebody has to make room, or to wait.
+    """
+    admission = Admission(snapshot, candidates, words)
+    for job in waiting:
+        candidate = admission.option(job)
+        if candidate is None:
+            continue
+        gpus = admission.free.find(candidate.config.num_gpus, job.gpus, candidate.config.gpu_type)
+        if gpus is None:
+            return None
+        admission.start(job, candidate, gpus)
+    return admission
+
+
 def _victims(free: FreeGpus, soft: dict[str, Gpus], wanted: int, gpu_type: str) -> tuple[list[str], Gpus | None]:
     """Whom of ``soft`` a job displaces, the last in line first, and its place if it spans nodes (else there will be one).
     Nobody: all of them together are not enough."""

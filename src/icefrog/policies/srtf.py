@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from icefrog.policies import base
-from icefrog.policies.rigid import Words, admit
-from icefrog.types import Candidates, Plan, Pricing, Snapshot
+from icefrog.policies.rigid import Words, admit, admit_into_free
+from icefrog.types import Candidates, JobView, Plan, Pricing, Snapshot
 
 _WORDS = Words(runs="little time left", waits="jobs with less time left come first")
 
@@ -32,7 +32,13 @@ class Srtf:
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Admit in order of true remaining service time."""
         remaining = snapshot.oracle_remaining_s or {}
-        jobs = snapshot.jobs if snapshot.views.waiting else ()
-        order = sorted(jobs, key=lambda job: (remaining.get(job.job_id, 0.0), job.submit_s))
+
+        def key(job: JobView) -> tuple[float, float]:
+            return remaining.get(job.job_id, 0.0), job.submit_s
+
+        waiting = sorted(snapshot.views.waiting, key=key)
+        admission = admit_into_free(snapshot, candidates, waiting, _WORDS)
+        if admission is None:
+            admission = admit(snapshot, candidates, sorted(snapshot.jobs, key=key), _WORDS)
         # The plan stands: those that run only come further forward in the order, and still leave no room for others.
-        return admit(snapshot, candidates, order, _WORDS).plan()
+        return admission.plan()

@@ -96,6 +96,8 @@ class Tiresias:
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """Update the queues, then serve them in order."""
+        if (same := self._as_before(snapshot)) is not None:
+            return same
         queues = _Queues.of(snapshot.memory, len(self._thresholds))
         self._promote(queues, snapshot)
         self._demote(queues, snapshot)
@@ -108,6 +110,7 @@ class Tiresias:
         reasons = dict.fromkeys(serving.preempted, _WAITS)
         for job_id in serving.choices:
             reasons[job_id] = f"its turn in queue {queues.level(job_id) + 1} of {len(queues.later) + 1}"
+        stands_until_s = self._stands_until_s(snapshot, queues, serving.running)
         return Plan(
             serving.choices,
             reasons=reasons,
@@ -115,9 +118,19 @@ class Tiresias:
             preempted=serving.preempted,
             waiting_reason=_WAITS,
             gpus=serving.gpus,
-            memory=queues.memory(),
-            stands_until_s=self._stands_until_s(snapshot, queues, serving.running),
+            memory={**queues.memory(), "until_s": None if math.isinf(stands_until_s) else stands_until_s},
+            stands_until_s=stands_until_s,
         )
+
+    def _as_before(self, snapshot: Snapshot) -> Plan | None:
+        """Where everybody runs and no job has come to a threshold since the last plan, only to say so."""
+        memory = snapshot.memory
+        if snapshot.views.waiting or not isinstance(memory, dict) or "until_s" not in memory:
+            return None
+        until_s = math.inf if memory["until_s"] is None else float(memory["until_s"])
+        if snapshot.now_s >= until_s:
+            return None
+        return Plan({}, keeps=True, waiting_reason=_WAITS, memory=memory, stands_until_s=until_s)
 
     # -- the queues --------------------------------------------------------------------------------------------------------
 
