@@ -147,18 +147,36 @@ def replay(
         UserError: an unknown policy or option, before anything is run.
     """
     settings = settings or SimSettings()
+    scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, cluster, settings)
+    return replay_scenario(
+        scenario, workload.trace, policies, options=options, settings=settings, out_dir=out_dir, progress=progress
+    )
+
+
+def replay_scenario(
+    scenario: Scenario,
+    trace: Mapping[str, Any],
+    policies: Sequence[str],
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    settings: SimSettings | None = None,
+    out_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """As :func:`replay`, in any world; ``trace`` are the facts of the jobs for ``summary.json``."""
+    settings = settings or SimSettings()
+    cluster = scenario.cluster
     chosen = options or {}
     for policy in policies:
         make_policy(policy, chosen.get(policy))
     runs: dict[str, RunRecord] = {}
     rows = []
-    scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, cluster, settings)
     for policy in policies:
         runs[policy], row = run_policy(scenario, policy, chosen.get(policy), settings, out_dir, progress)
         rows.append(row)
         if out_dir is not None:
             write_jobs_csv(runs[policy], out_dir / policy / "jobs.csv")
-    document = summary_document({**workload.trace, **settings.outages.facts()}, cluster, rows)
+    document = summary_document({**trace, **settings.outages.facts()}, cluster, rows)
     if out_dir is not None:
         write_summary(out_dir / "summary.json", document)
         write_report(out_dir / "report.html", runs, document)

@@ -96,6 +96,8 @@ class Scenario:
     """The profiles that the state hands to policies, by job id."""
     candidates: Callable[[], CandidateSource] = CandidateCache
     """A fresh source of candidates for each run."""
+    policy_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of policies that this scenario is published with, where the caller gives none."""
 
 
 def icefrog_scenario(
@@ -144,7 +146,7 @@ def simulate(
         UserError: unknown policy or option.
     """
     settings = settings or SimSettings()
-    chosen = make_policy(policy, options)
+    chosen = make_policy(policy, {**scenario.policy_defaults.get(policy, {}), **(options or {})})
     config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s, event_driven=settings.event_driven)
     state = ClusterState(scenario.cluster, scenario.estimates)
     controller = Controller(state, chosen, scenario.candidates(), config)

@@ -22,7 +22,9 @@ from icefrog.errors import UserError
 
 @click.command()
 @click.option("--trace", "source", required=True, metavar="FILE|synth:NAME", help="A job log, or a generator.")
-@click.option("--cluster", required=True, metavar="NxG[:TYPE][+...]|FILE", help="12x4: 12 nodes of 4 GPUs; or YAML.")
+@click.option(
+    "--cluster", metavar="NxG[:TYPE][+...]|FILE", help="12x4: 12 nodes of 4 GPUs; or YAML. Pollux world: 16x4."
+)
 @click.option("--policy", "policy_list", required=True, metavar="NAME[,NAME...]", help="See `icefrog policies`.")
 @click.option("--load", type=LOAD, default=1.0, show_default=True, help="Times the jobs in the same time.")
 @click.option(
@@ -31,19 +33,25 @@ from icefrog.errors import UserError
 @click.option("--start", metavar="ISO", help="Only jobs submitted from this local time on, e.g. 2017-10-03T03:00.")
 @click.option("--hours", type=HOURS, help="Only jobs submitted within so many hours.")
 @click.option("--jobs", "num_jobs", type=int, help="Sample so many jobs (times the load).")
-@click.option("--world", type=click.Choice(["icefrog"]), default="icefrog", show_default=True, help="The world model.")
+@click.option(
+    "--world",
+    type=click.Choice(["icefrog", "pollux"]),
+    default="icefrog",
+    show_default=True,
+    help="Where the truth comes from.",
+)
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="ICEFROG_DATA", help="Measured profiles a world needs.")
 @click.option("--set", "settings", multiple=True, metavar="POLICY.KEY=VALUE", help="An option of a policy; repeatable.")
-@click.option("--round", "round_s", type=ROUND_S, default=300.0, show_default=True, help="Round, s.")
-@click.option("--restart", "restart_s", type=RESTART_S, default=60.0, show_default=True, help="Cost, s.")
+@click.option("--round", "round_s", type=ROUND_S, help="Round, s.  [default: 300; Pollux world: 60]")
+@click.option("--restart", "restart_s", type=RESTART_S, help="Cost, s.  [default: 60; Pollux world: 30]")
 @click.option("--noise", type=NOISE, default=0.05, show_default=True, help="Error of the estimates.")
 @outage_options
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for summary, report, job tables and event logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json.")
 def simulate(
     source: str,
-    cluster: str,
+    cluster: str | None,
     policy_list: str,
     load: float,
     seed: int,
@@ -54,8 +62,8 @@ def simulate(
     trace_format: str | None,
     data: Path | None,
     settings: tuple[str, ...],
-    round_s: float,
-    restart_s: float,
+    round_s: float | None,
+    restart_s: float | None,
     noise: float,
     node_mtbf_h: float | None,
     node_repair_h: float | None,
@@ -65,23 +73,44 @@ def simulate(
 ) -> int:
     """Replay a trace under one or more policies and compare them."""
     from icefrog.executors.sim.truth import WorldConfig
-    from icefrog.replay import TraceChoice, prepare, replay
+    from icefrog.replay import TraceChoice, prepare, replay_scenario
     from icefrog.report import render_comparison
-    from icefrog.simulate import SimSettings
+    from icefrog.simulate import Scenario, SimSettings, icefrog_scenario
     from icefrog.specfile import parse_cluster
 
     policies = parse_policies(policy_list)
     options = parse_settings(settings, policies)
-    nodes = parse_cluster(cluster)
     choice = TraceChoice(source, trace_format, load, parse_time(start), hours, num_jobs, seed)
-    workload = prepare(choice, nodes)
-    outages = parse_outages(node_mtbf_h, node_repair_h, capacity, nodes, workload.trace["start"])
+    scenario: Scenario
+    if world == "pollux":
+        from icefrog.executors.sim.pollux import scenario as pollux
+
+        nodes = parse_cluster(cluster or pollux.CLUSTER)
+        trace = choice.read()
+        began = None if trace.start is None else trace.start.isoformat(sep=" ")
+        outages = parse_outages(node_mtbf_h, node_repair_h, capacity, nodes, began)
+        config = pollux.pollux_settings(seed, round_s, restart_s, outages=outages)
+        scenario, facts = pollux.pollux_scenario(trace, nodes, data or pollux.default_data_dir(), config)
+        facts["load"] = load
+    else:
+        if cluster is None:
+            raise UserError("--cluster is missing", "for example --cluster 12x4: 12 nodes of 4 GPUs")
+        nodes = parse_cluster(cluster)
+        workload = prepare(choice, nodes)
+        facts = dict(workload.trace)
+        outages = parse_outages(node_mtbf_h, node_repair_h, capacity, nodes, facts["start"])
+        config = SimSettings(
+            seed=seed,
+            round_s=300.0 if round_s is None else round_s,
+            restart_s=60.0 if restart_s is None else restart_s,
+            world=WorldConfig(noise=noise),
+            outages=outages,
+        )
+        scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, nodes, config)
     out_dir = writable_folder(out)
-    world_config = WorldConfig(noise=noise)
-    config = SimSettings(seed=seed, round_s=round_s, restart_s=restart_s, world=world_config, outages=outages)
     with _progress(len(policies)) as progress:
-        document = replay(
-            workload, nodes, policies, options=options, settings=config, out_dir=out_dir, progress=progress
+        document = replay_scenario(
+            scenario, facts, policies, options=options, settings=config, out_dir=out_dir, progress=progress
         )
     stalled = [f"{row['policy']}: {row['stalled']}" for row in document["runs"] if row.get("stalled")]
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -11,9 +11,6 @@ from pydantic import Field
 from icefrog.policies import base
 from icefrog.policies.spreading import Spread
 from icefrog.types import Candidate, Candidates, GpuId, JobView, Plan, Pricing, Snapshot
-
-Curve = Sequence[tuple[int, Candidate, float]]
-"""(GPUs, candidate, estimated remaining time in s) by rising GPU count."""
 
 _WAITS = "waits: every job gets its fewest GPUs in order of submission, and they are all taken"
 
@@ -48,95 +45,117 @@ class Optimus:
         self.options = options
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
-        """Counts by marginal gain, then places."""
-        jobs = [job for job in snapshot.jobs if candidates.get(job.job_id)]
-        curves = [_curve(job, candidates[job.job_id], snapshot.now_s) for job in jobs]
-        chosen = marginal_gain(curves, snapshot.num_gpus)
-        choices: dict[str, Candidate] = {}
-        reasons: dict[str, str] = dict.fromkeys(
-            (job.job_id for job in snapshot.jobs), "no GPU count that it accepts fits"
-        )
+        """Counts by marginal gain, then places; the plan names what changes."""
+        now_s = snapshot.now_s
+        jobs: list[JobView] = []
+        curves: list[Sequence[Candidate]] = []
+        for job in snapshot.jobs:
+            options = candidates.get(job.job_id, ())
+            if job.spec.share:
+                options = [option for option in options if not option.config.shared]
+            if options:
+                jobs.append(job)
+                curves.append(options)
+        chosen = marginal_gain(curves, lambda at, option: base.remaining_s(option, jobs[at], now_s), snapshot.num_gpus)
+        plan = _Planned({job.job_id for job in snapshot.views.running})
         for job, curve, at in zip(jobs, curves, chosen, strict=True):
-            if at is None:
-                reasons[job.job_id] = _WAITS
-            else:
-                choices[job.job_id] = curve[at][1]
-                reasons[job.job_id] = _why(curve, at)
-        gpus = _spread(snapshot, choices) if self.options.placement == "spread" else None
-        return Plan(choices, reasons=reasons, gpus=gpus)
+            if at is not None:
+                plan.give(job, curve[at], at + 1 == len(curve), snapshot)
+        if self.options.placement == "spread":
+            return plan.spread(snapshot)
+        return plan.packed(snapshot)
 
 
-def marginal_gain(curves: Sequence[Curve], num_gpus: int) -> list[int | None]:
+def marginal_gain(
+    curves: Sequence[Sequence[Candidate]], remaining_s: Callable[[int, Candidate], float], num_gpus: int
+) -> list[int | None]:
     """For each job the index of its option, or None where it waits.
 
     Args:
-        curves: of the jobs, in order of submission; none is empty.
+        curves: exclusive options by rising GPU count of the jobs, in order of submission; none is empty.
+        remaining_s: estimated remaining time of the job of an index with an option, s.
         num_gpus: to be shared out.
     """
     left = num_gpus
     chosen: list[int | None] = []
-    heap: list[tuple[float, int]] = []
-    for index, curve in enumerate(curves):
-        fits = curve[0][0] <= left
+    heap: list[tuple[float, int, int, float]] = []  # (-gain, job, GPUs more, remaining time with them)
+
+    def offer(job: int, at: int, now_s: float) -> None:
+        """Put the next option after ``at`` on the heap, if it helps."""
+        curve = curves[job]
+        if at + 1 < len(curve):
+            option = curve[at + 1]
+            more = option.config.num_gpus - curve[at].config.num_gpus
+            then_s = remaining_s(job, option)
+            gain = (now_s - then_s) / more
+            if gain > 0.0:
+                heapq.heappush(heap, (-gain, job, more, then_s))
+
+    for curve in curves:
+        fits = curve[0].config.num_gpus <= left
         chosen.append(0 if fits else None)
         if fits:
-            left -= curve[0][0]
-            _push(heap, curve, index, 0)
-    heapq.heapify(heap)
+            left -= curve[0].config.num_gpus
+    if left:
+        for job, curve in enumerate(curves):
+            if chosen[job] == 0:
+                offer(job, 0, remaining_s(job, curve[0]))
     while left and heap:
-        _, index = heap[0]
-        at = chosen[index]
-        assert at is not None
-        curve = curves[index]
-        more = curve[at + 1][0] - curve[at][0]
-        heapq.heappop(heap)
-        if more <= left:
+        _, job, more, then_s = heapq.heappop(heap)
+        at = chosen[job]
+        if more <= left and at is not None:
             left -= more
-            chosen[index] = at + 1
-            _push(heap, curve, index, at + 1)
+            chosen[job] = at + 1
+            offer(job, at + 1, then_s)
     return chosen
 
 
-def _push(heap: list[tuple[float, int]], curve: Curve, index: int, at: int) -> None:
-    if at + 1 < len(curve):
-        (n, _, now_s), (more, _, then_s) = curve[at], curve[at + 1]
-        gain = (now_s - then_s) / (more - n)
-        if gain > 0.0:
-            heapq.heappush(heap, (-gain, index))
+class _Planned:
+    """A plan in the making, told from what runs."""
+
+    def __init__(self, running: set[str]) -> None:
+        self._leaving = running
+        self._kept: dict[str, tuple[Candidate, JobView]] = {}
+        self._choices: dict[str, Candidate] = {}
+        self._reasons: dict[str, str] = {}
+
+    def give(self, job: JobView, choice: Candidate, is_last: bool, snapshot: Snapshot) -> None:
+        """A job gets a count; it keeps its GPUs if that is the one it has."""
+        job_id, count = job.job_id, choice.config.num_gpus
+        self._leaving.discard(job_id)
+        if job.running and job.num_gpus == count and not job.shared and _in_service(job, snapshot):
+            self._kept[job_id] = choice, job
+            return
+        self._choices[job_id] = choice
+        text = f"{count} GPU{'s' if count > 1 else ''}: "
+        self._reasons[job_id] = text + (
+            "the most it can use" if is_last else "more would shorten other jobs more, or none"
+        )
+
+    def spread(self, snapshot: Snapshot) -> Plan:
+        """Those that change are placed on the emptiest nodes, by rising count; the others stay."""
+        gpus: dict[str, tuple[GpuId, ...]] = {}
+        if self._choices:
+            places = Spread(snapshot.node_gpus, [job.gpus for _, job in self._kept.values()])
+            for job_id in sorted(self._choices, key=lambda job_id: self._choices[job_id].config.num_gpus):
+                found = places.take(self._choices[job_id].config.num_gpus)
+                assert found is not None  # the counts add up to no more than there are
+                gpus[job_id] = found
+        return Plan(
+            self._choices,
+            reasons=self._reasons | dict.fromkeys(self._leaving, _WAITS),
+            keeps=True,
+            preempted=frozenset(self._leaving),
+            waiting_reason=_WAITS,
+            gpus=gpus,
+        )
+
+    def packed(self, snapshot: Snapshot) -> Plan:
+        """All are named, so that those that stay may be moved where others find no place."""
+        kept = {job_id: choice for job_id, (choice, _) in self._kept.items()}
+        stays = dict.fromkeys(kept, "keeps its GPUs: no other count shortens the remaining times more")
+        return Plan(kept | self._choices, reasons=stays | self._reasons, waiting_reason=_WAITS)
 
 
-def _curve(job: JobView, options: Sequence[Candidate], now_s: float) -> Curve:
-    alone = (option for option in options if not option.config.shared)
-    return [(option.config.num_gpus, option, base.remaining_s(option, job, now_s)) for option in alone]
-
-
-def _why(curve: Curve, at: int) -> str:
-    count = curve[at][0]
-    text = f"{count} GPU{'s' if count > 1 else ''}"
-    if at + 1 == len(curve):
-        return f"{text}: the most it can use"
-    return (
-        f"{text}: the next would shorten other jobs more"
-        if curve[at + 1][2] < curve[at][2]
-        else f"{text}: more do not help"
-    )
-
-
-def _spread(snapshot: Snapshot, choices: Mapping[str, Candidate]) -> dict[str, tuple[GpuId, ...]]:
-    """Jobs whose count stays keep their GPUs; the others by rising count."""
-    kept = {
-        job.job_id: job.gpus
-        for job in snapshot.views.running
-        if job.job_id in choices
-        and choices[job.job_id].config.num_gpus == job.num_gpus
-        and not job.shared
-        and snapshot.down.isdisjoint(gpu.node for gpu in job.gpus)
-    }
-    places = Spread(snapshot.node_gpus, kept.values())
-    moving = [(choice.config.num_gpus, job_id) for job_id, choice in choices.items() if job_id not in kept]
-    gpus = dict(kept)
-    for count, job_id in sorted(moving, key=lambda one: one[0]):
-        found = places.take(count)
-        assert found is not None  # the counts add up to no more than there are
-        gpus[job_id] = found
-    return gpus
+def _in_service(job: JobView, snapshot: Snapshot) -> bool:
+    return not snapshot.down or snapshot.down.isdisjoint(gpu.node for gpu in job.gpus)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from icefrog.executors.sim.pollux.application import Application, LocalBatch
 from icefrog.executors.sim.pollux.fit import Where, fit_params
-from icefrog.executors.sim.pollux.goodput import PerfParams, best_batches
+from icefrog.executors.sim.pollux.goodput import NOISY, PerfParams, best_batches
 from icefrog.executors.sim.pollux.measurements import Times
 from icefrog.profile import LayerCost, OccupancyParams, Profile
 
@@ -36,14 +36,14 @@ class Agent:
         """The batch of the best goodput; before any fit the initial one."""
         if self.params is None:
             return app.local_batch(max(app.init_batch, app.min_local * num_gpus), num_gpus)
-        best = best_batches(self.params.throughput_params(), self.noise, app, [num_nodes], [num_gpus])
-        return app.capped(LocalBatch(int(best.batch_per_gpu[0]), int(best.accum_steps[0])), num_gpus)
+        (best,) = best_batches(self.params, self.noise, app.grid((num_gpus,)), (num_nodes,), (num_gpus,))
+        return LocalBatch(best.batch_per_gpu, best.accum_steps)
 
     @property
     def noise(self) -> float:
         """var / |G|^2 at the initial batch."""
         sqr, var = self.grad_stats
-        return max(var, 0.0) / sqr if sqr > 0 else 1e12
+        return max(var, 0.0) / sqr if sqr > 0 else NOISY
 
     def reported_stats(self, app: Application) -> tuple[tuple[float], tuple[float]]:
         """(|G|^2, per-sample variance) for a report: the model counts as one layer."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from icefrog.errors import UserError
+from icefrog.executors.sim.pollux.goodput import BatchGrid
 from icefrog.executors.sim.pollux.measurements import Measurements, Times, read_application
 
 MAX_NODES = 16
@@ -75,9 +76,13 @@ class Application:
         self._times: dict[tuple[tuple[int, ...], int], Times] = {}
         self._stats: dict[tuple[int, int], tuple[float, float]] = {}
         self._volume: _Volume | None = None
+        self._grids: dict[tuple[int, ...], BatchGrid] = {}
         self.thresholds = tuple(
             min(rows[epoch].progress for rows in measured.validation.values()) for epoch in range(self.epochs)
         )
+        """Scale-invariant iterations at which each epoch ends."""
+        self.sample_thresholds = tuple(progress * self.init_batch for progress in self.thresholds)
+        """The same in effective samples, as jobs report them."""
 
     @classmethod
     def read(cls, data_dir: Path, name: str) -> Application:
@@ -98,9 +103,9 @@ class Application:
         """E: a job is complete when its epoch counter, which starts at 0, gets here."""
         return self.rules.epochs
 
-    def epochs_done(self, progress: float) -> int:
-        """The epoch counter c at a progress: thresholds that are reached."""
-        return bisect_right(self.thresholds, progress)
+    def epochs_done(self, effective_samples: float) -> int:
+        """The epoch counter c of a job that has reported so many: the epochs that are over."""
+        return bisect_right(self.sample_thresholds, effective_samples)
 
     def max_gpus(self, batch: int) -> int:
         """Largest allocation for a global batch: beyond it local batches would fall below the smallest measured."""
@@ -158,6 +163,12 @@ class Application:
         """Never more samples a step than the largest measured batch."""
         most = int(self.max_batch / (num_gpus * (batch.accum_steps + 1)))
         return batch if batch.batch_per_gpu <= most else LocalBatch(most, batch.accum_steps)
+
+    def grid(self, num_gpus: tuple[int, ...]) -> BatchGrid:
+        """The batches that may be run on these GPU counts."""
+        if num_gpus not in self._grids:
+            self._grids[num_gpus] = BatchGrid.of(self, num_gpus)
+        return self._grids[num_gpus]
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ _SMALLEST = 1e-8
 _START = (0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001)
 _LOWER = (*(_SMALLEST,) * 6, 1.0)
 _UPPER = (*(math.inf,) * 6, 10.0)
+_TOLERANCE = 1e-6  # of the loss: a millionth of a log error is nothing
 _GAMMA_WEIGHT = 1e-3
 _GROWTH_WEIGHT = 1e-2
 UNSEEN_NODE_OVER_LOCAL = 1.1
@@ -63,6 +64,7 @@ def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None) -> 
         jac=True,
         method="L-BFGS-B",
         bounds=[(lower[index], upper[index]) for index in free],
+        options={"ftol": _TOLERANCE},
     )
     for index, value in zip(free, found.x.tolist(), strict=True):
         vector[index] = value

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from icefrog.estimate.throughput import params_step_s
 from icefrog.profile import ComputeCurve, FloatArray, SyncCurve, ThroughputParams
 
-IntArray = npt.NDArray[np.int64]
-
+NOISY = 1e12
+"""var / |G|^2 where the gradient is nothing but noise."""
 NUM_BATCHES = 50
 """Global batches tried, at geometric distances."""
 _ROUNDING = 1e-8
@@ -74,47 +72,86 @@ class PerfParams:
             overlap_gamma=self.gamma,
         )
 
+    @classmethod
+    def of(cls, params: ThroughputParams) -> PerfParams:
+        """Back from :meth:`throughput_params`."""
+        sync = params.sync
+        return cls(
+            params.bwd.alpha_s,
+            params.bwd.beta_s,
+            sync.inter_alpha_s,
+            sync.inter_beta_s,
+            sync.intra_alpha_s,
+            sync.intra_beta_s,
+            params.overlap_gamma,
+        )
+
+    def sync_s(self, num_nodes: int, num_gpus: int) -> float:
+        """T_sync, s."""
+        if num_gpus == 1:
+            return 0.0
+        extra = max(num_gpus - 2, 0)
+        return self.alpha_node + self.beta_node * extra if num_nodes > 1 else self.alpha_local + self.beta_local * extra
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGrid:
+    """The batches that a job may run at some GPU counts, arrays of shape (counts, NUM_BATCHES)."""
+
+    local: FloatArray  # samples of a micro-step on one GPU
+    accum: FloatArray  # micro-steps before the one that synchronises
+    scale: FloatArray  # global batch / initial batch; 0 where the local batch is not allowed
+
+    @classmethod
+    def of(cls, limits: Limits, num_gpus: Sequence[int]) -> BatchGrid:
+        """Global batches at geometric distances, from the initial one (or the smallest on each GPU) to the largest."""
+        gpus = np.asarray(num_gpus, dtype=np.float64)[:, None]
+        first = np.maximum(limits.init_batch, limits.min_local * gpus)
+        ratio = np.maximum(limits.max_batch / first, 1.0)
+        per_gpu = first * ratio ** (np.arange(NUM_BATCHES) / (NUM_BATCHES - 1)) / gpus
+        accum = np.ceil(per_gpu / limits.max_local - _ROUNDING) - 1.0
+        accum = np.where(
+            (gpus == 1) & (per_gpu > limits.init_batch + _ROUNDING), np.maximum(accum, 1.0), np.maximum(accum, 0.0)
+        )
+        local = np.ceil(per_gpu / (accum + 1.0) - _ROUNDING)
+        local = np.maximum(np.minimum(local, limits.max_batch // (gpus * (accum + 1.0))), 1.0)
+        allowed = (local >= limits.min_local) & (local <= limits.max_local)
+        return cls(local, accum, np.where(allowed, gpus * local * (accum + 1.0) / limits.init_batch, 0.0))
+
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best batch for each of several allocations, arrays of shape (n,)."""
+    """The best batch of one GPU count."""
 
-    goodput: FloatArray  # useful samples/s, counted as those of the initial batch
-    step_s: FloatArray
-    batch_per_gpu: IntArray
-    accum_steps: IntArray  # micro-steps before the one that synchronises
+    goodput: float  # useful steps of the initial batch a second; 0: no batch is allowed
+    step_s: float
+    batch_per_gpu: int
+    accum_steps: int  # micro-steps before the one that synchronises
 
 
 def best_batches(
-    params: ThroughputParams,
-    noise: float,
-    limits: Limits,
-    num_nodes: Sequence[int] | IntArray,
-    num_gpus: Sequence[int] | IntArray,
-) -> Best:
-    """The global batch of the best goodput, for every (nodes, GPUs).
+    params: PerfParams, noise: float, grid: BatchGrid, num_nodes: Sequence[int], num_gpus: Sequence[int]
+) -> list[Best]:
+    """The batch of the best goodput for every GPU count of the grid.
 
     Args:
         params: of the throughput.
         noise: var / |G|^2 at the initial batch.
-        limits: of the batch.
-        num_nodes: shape (n,).
-        num_gpus: shape (n,).
+        grid: what may be run.
+        num_nodes: over how many nodes each count spreads.
+        num_gpus: the counts of the grid.
     """
-    gpus = np.asarray(num_gpus, dtype=np.int64)[:, None]
-    nodes = np.asarray(num_nodes, dtype=np.int64)[:, None]
-    first = np.maximum(limits.init_batch, limits.min_local * gpus).astype(np.float64)
-    ratio = np.maximum(limits.max_batch / first, 1.0)
-    per_gpu = first * ratio ** (np.arange(NUM_BATCHES) / (NUM_BATCHES - 1)) / gpus
-    accum = np.ceil(per_gpu / limits.max_local - _ROUNDING) - 1.0
-    accum = np.where((gpus == 1) & (per_gpu > limits.init_batch + _ROUNDING), np.maximum(accum, 1.0), accum)
-    local = np.ceil(per_gpu / (accum + 1.0) - _ROUNDING)
-    local = np.maximum(np.minimum(local, limits.max_batch // (gpus * (accum + 1.0))), 1.0)
-    step_s = params_step_s(params, 1.0, 1.0, gpus, nodes, local, accum + 1.0)
-    scale = gpus * local * (accum + 1.0) / limits.init_batch
-    goodput = limits.init_batch * (noise + 1.0) / (noise / scale + 1.0) / step_s
-    goodput = np.where((local >= limits.min_local) & (local <= limits.max_local), goodput, 0.0)
-    at = np.arange(len(goodput)), goodput.argmax(axis=1)
-    return Best(
-        goodput[at], np.broadcast_to(step_s, goodput.shape)[at], local[at].astype(np.int64), accum[at].astype(np.int64)
-    )
+    sync = np.array([[params.sync_s(n, a)] for n, a in zip(num_nodes, num_gpus, strict=True)])
+    compute = params.alpha_c + params.beta_c * grid.local
+    if params.gamma == 1.0:
+        overlapped = compute + sync
+    else:
+        high, low = np.maximum(compute, sync), np.minimum(compute, sync)
+        overlapped = high * (1.0 + (low / high) ** params.gamma) ** (1.0 / params.gamma)
+    step_s = overlapped + grid.accum * compute
+    # GOODPUT / M0 = (noise + 1) / (noise / scale + 1) / step = (noise + 1) x scale / ((noise + scale) x step)
+    goodput = (noise + 1.0) * grid.scale / ((noise + grid.scale) * step_s)
+    return [
+        Best(float(goodput[row, at]), float(step_s[row, at]), int(grid.local[row, at]), int(grid.accum[row, at]))
+        for row, at in enumerate(goodput.argmax(axis=1).tolist())
+    ]

@@ -6,15 +6,14 @@ batch: the model that each job has fitted to its own steps, as it reported it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeAlias, overload
 
 from icefrog.executors.sim.pollux.application import MAX_GPUS, Application, LocalBatch, NotMeasuredError
-from icefrog.executors.sim.pollux.goodput import best_batches
+from icefrog.executors.sim.pollux.goodput import NOISY, PerfParams, best_batches
 from icefrog.profile import Profile
-from icefrog.spec import ClusterSpec
+from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.types import Candidate, Config, Estimate, GradientStats, JobView, Pricing
 
 _PRIOR_STEP_S = 1.0
@@ -28,6 +27,32 @@ def packed(num_gpus: int, cluster: ClusterSpec) -> tuple[int, ...]:
     return (per_node,) * full + ((rest,) if rest else ())
 
 
+class _Options(Sequence[Candidate]):
+    """A job's options, each made when it is asked for: most never are."""
+
+    def __init__(self, make: Callable[[int], Candidate], count: int) -> None:
+        self._make = make
+        self._made: list[Candidate | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self._made)))]
+        found = self._made[index]
+        if found is None:
+            found = self._made[index] = self._make(index if index >= 0 else index + len(self._made))
+        return found
+
+    def __contains__(self, option: object) -> bool:
+        return any(option is made for made in self._made) or any(option == mine for mine in self)
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """What one answer was based on."""
@@ -36,7 +61,11 @@ class _Known:
     profile: Profile | None
     stats: GradientStats | None
     elastic: bool
-    options: tuple[Candidate, ...]
+    options: Sequence[Candidate]
+
+
+_Menu: TypeAlias = list[tuple[Config, float]]
+"""(configuration, step time in s) by rising GPU count."""
 
 
 class PolluxCandidates:
@@ -52,8 +81,9 @@ class PolluxCandidates:
     def __init__(self, apps: Mapping[str, Application]) -> None:
         self._apps = apps
         self._known: dict[str, _Known] = {}
+        self._menus: dict[tuple[str, int, tuple[int, ...], int], _Menu] = {}
 
-    def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> tuple[Candidate, ...]:
+    def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> Sequence[Candidate]:
         """The job's options, by rising GPU count."""
         elastic = pricing.batch == "elastic"
         known = self._known.get(view.job_id)
@@ -67,85 +97,84 @@ class PolluxCandidates:
             return known.options
         app = self._apps[view.spec.workload or ""]
         age_s = max(now_s - view.submit_s, 0.0)
-        options = _fitted(app, view, cluster, age_s) if elastic else _oracle(app, view, cluster, age_s)
+        options = _fitted(app, view, cluster, age_s) if elastic else self._oracle(app, view, cluster, age_s)
         self._known[view.job_id] = _Known(view.effective_samples, view.profile, view.stats, elastic, options)
         return options
 
+    def _oracle(self, app: Application, view: JobView, cluster: ClusterSpec, age_s: float) -> Sequence[Candidate]:
+        """Measured step times, and the remaining iterations of the artifact's oracle."""
+        target = view.spec.batch.initial
+        key = (app.name, target, view.spec.gpus, view.spec.requested_gpus)
+        menu = self._menus.get(key)
+        if menu is None:
+            menu = self._menus[key] = _menu(app, view.spec, cluster)
+        left = app.remaining_iterations(target, app.epochs_done(view.effective_samples))
+        samples = _left(app, view)
 
-def _oracle(app: Application, view: JobView, cluster: ClusterSpec, age_s: float) -> tuple[Candidate, ...]:
-    """Measured step times; one GPU is taken to accumulate at least once, as in the artifact."""
-    target = view.spec.batch.initial
-    left = app.remaining_iterations(target, app.epochs_done(view.effective_samples / app.init_batch))
+        def make(index: int) -> Candidate:
+            config, step_s = menu[index]
+            return _candidate(config, step_s, samples / (left * step_s), age_s, left * step_s)
+
+        return _Options(make, len(menu))
+
+
+def _menu(app: Application, spec: JobSpec, cluster: ClusterSpec) -> _Menu:
+    """A fixed batch at every count that was measured. One GPU is taken to accumulate at least once, as in the artifact."""
+    target = spec.batch.initial
     most = min(app.max_gpus(target), MAX_GPUS, cluster.num_gpus)
-    options = []
-    for count in view.spec.gpus:
-        if count > most and count != view.spec.requested_gpus:
+    menu = []
+    for count in spec.gpus:
+        if count > most and count != spec.requested_gpus:
             continue
         batch = app.local_batch(target, count)
         try:
             step_s = app.step_s(packed(count, cluster), app.local_batch(target, count, always_accumulate=True))
         except NotMeasuredError:
             continue
-        options.append(_candidate(count, batch, step_s, 1.0, age_s, left * step_s))
-    return tuple(options)
+        menu.append((_config(count, batch), step_s))
+    return menu
 
 
-def _fitted(app: Application, view: JobView, cluster: ClusterSpec, age_s: float) -> tuple[Candidate, ...]:
+def _fitted(app: Application, view: JobView, cluster: ClusterSpec, age_s: float) -> Sequence[Candidate]:
     """The job's own model; before there is one its speed grows as its GPUs."""
+    samples = _left(app, view)
+
+    def prior(count: int, batch: int) -> Candidate:
+        progress = app.init_batch * count / _PRIOR_STEP_S
+        config = _config(count, app.local_batch(batch, count))
+        return _candidate(config, config.global_batch / progress, progress, age_s, samples / progress)
+
     if app.rules.rigid is not None:
-        count, target = app.rules.rigid
-        return (_candidate(count, app.local_batch(target, count), _PRIOR_STEP_S, 1.0, age_s, _left_s(app, view, 1.0)),)
+        return (prior(*app.rules.rigid),)
     per_node = max(cluster.gpus_per_node)
     most = min(app.max_gpus(app.max_batch), MAX_GPUS, cluster.num_gpus)
-    counts = [count for count in view.spec.gpus if count <= most and (count < per_node or count % per_node == 0)]
+    counts = tuple(count for count in view.spec.gpus if count <= most)
     if view.profile is None or view.stats is None:
-        return tuple(
-            _candidate(
-                count,
-                app.local_batch(max(app.init_batch, app.min_local * count), count),
-                _PRIOR_STEP_S / count,
-                1.0,
-                age_s,
-                _left_s(app, view, float(count)),
-            )
-            for count in counts
-        )
+        return tuple(prior(count, max(app.init_batch, app.min_local * count)) for count in counts)
     sqr = view.stats.sqr_norm[0]
-    noise = view.stats.variance[0] / app.init_batch / sqr if sqr > 0 else 1e12
-    nodes = -(-np.array(counts) // per_node)
-    best = best_batches(view.profile.throughput, noise, app, nodes, counts)
-    columns = (best.goodput, best.step_s, best.batch_per_gpu, best.accum_steps)
-    options = []
-    for count, goodput, step_s, local, accum in zip(counts, *(column.tolist() for column in columns), strict=True):
-        if goodput > 0.0:
-            batch = LocalBatch(local, accum)
-            per_step = count * local * (accum + 1) / step_s
-            options.append(_candidate(count, batch, step_s, goodput / per_step, age_s, _left(app, view) / goodput))
-    return tuple(options)
+    noise = view.stats.variance[0] / app.init_batch / sqr if sqr > 0 else NOISY
+    nodes = [-(-count // per_node) for count in counts]
+    best = best_batches(PerfParams.of(view.profile.throughput), noise, app.grid(counts), nodes, counts)
+    allowed = [(count, one) for count, one in zip(counts, best, strict=True) if one.goodput > 0.0]
+
+    def make(index: int) -> Candidate:
+        count, one = allowed[index]
+        config = _config(count, LocalBatch(one.batch_per_gpu, one.accum_steps))
+        progress = one.goodput * app.init_batch
+        return _candidate(config, one.step_s, progress, age_s, samples / progress)
+
+    return _Options(make, len(allowed))
 
 
 def _left(app: Application, view: JobView) -> float:
     """Effective samples left."""
-    return max(app.thresholds[-1] * app.init_batch - view.effective_samples, 1.0)
+    return max(app.sample_thresholds[-1] - view.effective_samples, 1.0)
 
 
-def _left_s(app: Application, view: JobView, speed_up: float) -> float:
-    return _left(app, view) / app.init_batch * _PRIOR_STEP_S / speed_up
+def _config(count: int, batch: LocalBatch) -> Config:
+    return Config(count, batch.batch_per_gpu, batch.accum_steps + 1)
 
 
-def _candidate(
-    count: int, batch: LocalBatch, step_s: float, efficiency: float, age_s: float, remaining_s: float
-) -> Candidate:
-    config = Config(count, batch.batch_per_gpu, batch.accum_steps + 1)
+def _candidate(config: Config, step_s: float, progress: float, age_s: float, remaining_s: float) -> Candidate:
     throughput = config.global_batch / step_s
-    estimate = Estimate(
-        step_s=step_s,
-        throughput=throughput,
-        psi=1.0,
-        effective_progress=throughput * efficiency,
-        mem_bytes=0.0,
-        util_pct=0.0,
-        tta_s=age_s + remaining_s,
-        remaining_s=remaining_s,
-    )
-    return Candidate(config, estimate)
+    return Candidate(config, Estimate(step_s, throughput, 1.0, progress, 0.0, 0.0, age_s + remaining_s, remaining_s))
