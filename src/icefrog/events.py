@@ -154,7 +154,7 @@ class Tick(Record):
 
 
 class NodeDown(Record):
-    """A node has left service (it failed, or its owner took it back). Attempts on it tell by themselves that they died or left."""
+    """A node has left service: it failed, or its owner took it back. Attempts on it report their own end."""
 
     kind: Literal["node_down"] = "node_down"
     node: int = Field(ge=0, description="index in the cluster's list of single nodes")
