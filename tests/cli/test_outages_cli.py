@@ -63,3 +63,8 @@ def test_a_cluster_of_two_gpu_types(capsys) -> None:
     assert document["cluster"]["label"] == "2x4:a100+2x4:rtx"
     assert document["runs"][0]["completed"] == 8
     assert "'h100-80gb'" in refused(capsys, "--cluster", "2x4:h100-80gb+2x4:rtx")
+
+
+def test_the_pollux_world_has_one_gpu_type(capsys) -> None:
+    err = refused(capsys, "--world", "pollux", "--cluster", "2x4:a100+2x4:t4")
+    assert "one GPU type, not a100, t4" in err

@@ -53,14 +53,19 @@ def pollux_scenario(
 
     Args:
         trace: of a Pollux or Sia workload file: jobs with an application and a batch.
-        cluster: nodes of at most four GPUs.
+        cluster: nodes of at most four GPUs, all of one type.
         data_dir: the folder that holds ``pollux/<application>/``.
         settings: of the runs; as :func:`pollux_settings` gives them by default.
 
     Raises:
-        UserError: data or jobs that this world does not know.
+        UserError: data, jobs or GPU types that this world does not know.
     """
     settings = settings or pollux_settings()
+    if len(cluster.parts) > 1:
+        raise UserError(
+            f"the Pollux world has one GPU type, not {', '.join(cluster.parts)}",
+            "its profiles are those of a T4: give a cluster of one type, or --world icefrog",
+        )
     kept = [job for job in trace.jobs if job.num_gpus <= cluster.num_gpus]
     report = trace.report.drop(f"asks for more than {cluster.num_gpus} GPUs", len(trace.jobs) - len(kept))
     if not kept:
