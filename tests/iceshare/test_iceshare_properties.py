@@ -46,6 +46,33 @@ def test_exact_against_brute_force(problem: Problem, rho: float) -> None:
     assert not stuck & truth.forced
 
 
+def hurried(problem: Problem, seed: int) -> Problem:
+    """The same jobs, each with an age of its own and an urgency."""
+    rng = np.random.default_rng(seed)
+    age_s = problem.best_tta_s * rng.uniform(0.0, 0.9, problem.num_jobs)
+    return replace(problem, age_s=age_s, urgency=rng.choice([0.01, 0.5, 1.0, 20.0], problem.num_jobs))
+
+
+@settings(max_examples=60)
+@given(problems(), RHOS, st.integers(0, 5))
+def test_ages_and_urgencies_against_the_reference(problem: Problem, rho: float, seed: int) -> None:
+    hurry = hurried(problem, seed)
+    ours, theirs = solve(hurry, rho), solve(hurry, rho, method="milp")
+    assert ours.max_min == pytest.approx(solve(problem, rho).max_min, abs=1e-12)  # they count in the sum only
+    assert ours.gap == 0.0
+    assert ours.sum_share == pytest.approx(theirs.sum_share, rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=60)
+@given(problems(jobs=(1, 14), most_gpus=20), RHOS, st.sampled_from([0.0, 1e-3, 0.05]))
+def test_a_tolerated_gap_is_kept_to_and_told(problem: Problem, rho: float, tolerance: float) -> None:
+    best, quick = solve(problem, rho), solve(problem, rho, tolerance=tolerance)
+    verify(problem, quick)
+    assert quick.gap <= tolerance + best.gap + 1e-12
+    assert quick.sum_share >= best.sum_share * (1.0 - tolerance) - 1e-9
+    assert quick.bound >= best.sum_share - 1e-9
+
+
 @settings(max_examples=40)
 @given(problems(jobs=(1, 4)), RHOS)
 def test_the_reference_against_brute_force(problem: Problem, rho: float) -> None:

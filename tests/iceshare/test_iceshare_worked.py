@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,17 @@ def test_rho_trades_the_worst_off_for_the_sum() -> None:
     assert free.sum_share >= fair.sum_share
     scarce = Problem.from_jobs(3, [job("A", {3: 10.0}), job("B", {1: 10.0, 3: 9.0}), job("C", {2: 10.0})])
     assert solve(scarce).waiting == ("A",)  # somebody waits, so the sum decides
+
+
+def test_what_is_over_does_not_count_in_the_sum_and_short_jobs_do() -> None:
+    """Two jobs after 100 minutes, one GPU: 10 minutes more or 100. Eq. 17 has both at share 1; only one can run."""
+    old = [job("long", {1: 200}, age_s=6000.0), job("short", {1: 110}, age_s=6000.0)]
+    assert solve(Problem.from_jobs(1, old), rho=0).assignment.keys() == {"long"}  # equal worth: the first
+    hurry = [replace(old[0], urgency=1 / 100), replace(old[1], urgency=1 / 10)]
+    assert solve(Problem.from_jobs(1, hurry), rho=0).assignment == {"short": {"gpus": 1, "share": 1.0}}
+    grown = Problem.from_jobs(2, [job("x", {1: 120, 2: 110}, age_s=6000.0)])
+    assert grown.opt_share.tolist() == pytest.approx([110 / 120, 1.0])  # Eq. 17, for the floor
+    assert grown.opt_worth.tolist() == pytest.approx([10 / 20, 1.0])  # of what is left
 
 
 def test_weights_and_their_literal_form() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -25,6 +26,17 @@ class _Offer:
     waits_since_s: float | None  # None: it runs, and owes nobody
     must_run: bool
 
+
+_HOUR_S = 3600.0
+_SHORTEST_S = 300.0
+"""Added to remaining times, so that a job about to end is not worth all others together."""
+_LARGEST_AGE = 1.0 - 1e-6
+"""Of a job's time to accuracy: a job that is done but for rounding still has a remaining time."""
+_TOLERANCE = 1e-3
+"""Gap to the bound that is good enough: the estimates are far less exact."""
+_REVIEW_SHARE = 0.05
+"""A plan is looked at again when so much of the shortest remaining time is over."""
+_LEAST_REVIEW_S = 60.0
 
 _Turn: TypeAlias = tuple[float, float]
 """(since when the job had waited, since when it runs) of a job that was forced to run, s."""
@@ -50,6 +62,9 @@ class IceFrog:
         )
         max_wait_s: float = Field(default=7200.0, gt=0, description="a job that waited longer is forced to run")
         min_run_s: float = Field(default=1800.0, ge=0, description="a forced job runs at least this long")
+        turn_share: float = Field(
+            default=0.25, ge=0, le=1, description="of the GPUs, for forced jobs together; the first in line always runs"
+        )
         share: bool = Field(default=True, description="let pairs of jobs share a GPU")
         slowdown: float = Field(
             default=0.9, gt=0.0, le=1.0, description="speed of a sharer that is reckoned with, 1 = alone"
@@ -62,6 +77,12 @@ class IceFrog:
         )
         min_gain: float = Field(
             default=0.2, ge=0, description="a running job's change must save this share of its remaining time"
+        )
+        urgency: float = Field(
+            default=1.0,
+            ge=0,
+            le=2,
+            description="how much more short jobs count: shares weigh 1 / remaining time to this power; 0: all the same",
         )
 
     def __init__(self, options: Options) -> None:
@@ -77,20 +98,67 @@ class IceFrog:
         """One IceShare problem: build, solve, map back."""
         forced = _memory(snapshot.memory)
         offers = self._offers(snapshot, candidates, forced)
-        problem = Problem.from_jobs(
-            snapshot.num_gpus,
-            [self._job(offer, snapshot) for offer in offers],
-            gpu_mem_bytes=snapshot.cluster.gpu_mem_bytes,
-            rho=self.options.rho,
+        reasons = dict.fromkeys((job.job_id for job in snapshot.jobs), "no configuration of it fits this cluster")
+        pairs: tuple[tuple[str, str], ...] = ()
+        choices = self._settled(offers, snapshot)
+        if choices is not None:
+            reasons |= {
+                offer.view.job_id: _why_running(offer, choices[offer.view.job_id], 1.0, None) for offer in offers
+            }
+        else:
+            problem = Problem.from_jobs(
+                snapshot.num_gpus,
+                [self._job(offer, snapshot) for offer in offers],
+                gpu_mem_bytes=snapshot.cluster.gpu_mem_bytes,
+                rho=self.options.rho,
+            )
+            solution = solve(problem, tolerance=_TOLERANCE)
+            pairing = steady_pairing(solution, self.options.min_gain)
+            choices = _choices(offers, solution, pairing)
+            reasons |= _reasons(offers, choices, solution, pairing)
+            pairs = tuple((offers[i].view.job_id, offers[j].view.job_id) for i, j in pairing.pairs)
+        return Plan(
+            choices=choices,
+            pairs=pairs,
+            reasons=reasons,
+            memory=self._remember(snapshot, offers, choices, forced),
+            stands_until_s=self._stands_until_s(offers, snapshot.now_s),
         )
-        solution = solve(problem)
-        pairing = steady_pairing(solution, self.options.min_gain)
-        choices = _choices(offers, solution, pairing)
-        reasons = {job.job_id: "no configuration of it fits this cluster" for job in snapshot.jobs}
-        reasons |= _reasons(offers, choices, solution, pairing)
-        memory = self._remember(snapshot, offers, choices, forced)
-        pairs = tuple((offers[i].view.job_id, offers[j].view.job_id) for i, j in pairing.pairs)
-        return Plan(choices=choices, pairs=pairs, reasons=reasons, memory=memory)
+
+    def _settled(self, offers: Sequence[_Offer], snapshot: Snapshot) -> dict[str, Candidate] | None:
+        """What runs, where every job runs alone with the GPUs that are best for it: no solver could do better."""
+        choices: dict[str, Candidate] = {}
+        for offer in offers:
+            view = offer.view
+            own = next((c for c in offer.alone if c.config.num_gpus == view.num_gpus), None)
+            if (
+                not view.running
+                or view.shared
+                or own is None
+                or not snapshot.down.isdisjoint(g.node for g in view.gpus)
+            ):
+                return None
+            best_s = min(c.estimate.tta_s for c in offer.alone)
+            if best_s + self._charge_s(offer, snapshot.now_s) < own.estimate.tta_s:
+                return None
+            choices[view.job_id] = own
+        return choices
+
+    def _charge_s(self, offer: _Offer, now_s: float) -> float:
+        """What a change of a running job's configuration is charged: its restart, and the gain that it must bring."""
+        return offer.view.restart_s + self.options.min_gain * _held_remaining_s(offer, now_s)
+
+    def _stands_until_s(self, offers: Sequence[_Offer], now_s: float) -> float:
+        """Progress alone changes the plan when a good part of the shortest remaining time is over; or a turn begins or
+        ends, or a job has waited long enough to be forced."""
+        until_s = math.inf
+        for offer in offers:
+            until_s = min(until_s, now_s + _REVIEW_SHARE * _remaining_s(offer, now_s))
+            if offer.must_run:
+                until_s = min(until_s, now_s + max(self.options.min_run_s / 4, _LEAST_REVIEW_S))
+            elif offer.view.waiting_since_s is not None:
+                until_s = min(until_s, offer.view.waiting_since_s + self.options.max_wait_s)
+        return until_s
 
     # -- into the problem --------------------------------------------------------------------------------------------------
 
@@ -106,7 +174,20 @@ class IceFrog:
             shared = tuple(c for c in options if c.config.shared) if self.options.share else ()
             since_s, must_run = self._claim(view, snapshot.now_s, forced)
             offers.append(_Offer(view, alone, shared, since_s, must_run))
-        return sorted(offers, key=lambda offer: (not offer.must_run, offer.waits_since_s if offer.must_run else 0.0))
+        offers.sort(key=lambda offer: (not offer.must_run, offer.waits_since_s if offer.must_run else 0.0))
+        return self._within_turn_share(offers, snapshot.num_gpus)
+
+    def _within_turn_share(self, offers: list[_Offer], num_gpus: int) -> list[_Offer]:
+        """Forced are the first in line, and those behind it as far as their share of the GPUs goes: with everybody
+        forced, a long queue would turn into round robin."""
+        left = self.options.turn_share * num_gpus
+        for at, offer in enumerate(offers):
+            if not offer.must_run:
+                break
+            left -= min(c.config.num_gpus for c in offer.alone)
+            if left < 0 and at > 0:
+                return [*offers[:at], *(replace(o, must_run=False) for o in offers[at:])]
+        return offers
 
     def _claim(self, view: JobView, now_s: float, forced: Mapping[str, _Turn]) -> tuple[float | None, bool]:
         """(since when it waits, or waited before its present turn; whether it must run now).
@@ -135,9 +216,15 @@ class IceFrog:
             weight=view.spec.weight,
             current=current,
             partner=_partner(view, snapshot) if view.shared else None,
-            restart_s=view.restart_s + self.options.min_gain * _remaining_s(offer, snapshot.now_s),
+            restart_s=self._charge_s(offer, snapshot.now_s),
             must_run=offer.must_run,
+            age_s=min(max(snapshot.now_s - view.submit_s, 0.0), _LARGEST_AGE * _best_s(offer)),
+            urgency=self._urgency(_remaining_s(offer, snapshot.now_s)),
         )
+
+    def _urgency(self, remaining_s: float) -> float:
+        """(1 h / remaining time)^urgency; remaining times below a few minutes are all the same."""
+        return float((_HOUR_S / (remaining_s + _SHORTEST_S)) ** self.options.urgency)
 
     def _remember(
         self,
@@ -168,7 +255,17 @@ def _whole_nodes(options: tuple[Candidate, ...], node_gpus: int) -> tuple[Candid
     return tidy or options
 
 
+def _best_s(offer: _Offer) -> float:
+    """The shortest estimated time to accuracy, age included."""
+    return min(c.estimate.tta_s for c in (*offer.alone, *offer.shared))
+
+
 def _remaining_s(offer: _Offer, now_s: float) -> float:
+    """Estimated time left with the GPUs that are best for it."""
+    return max(_best_s(offer) - max(now_s - offer.view.submit_s, 0.0), 0.0)
+
+
+def _held_remaining_s(offer: _Offer, now_s: float) -> float:
     """Estimated time left as the job runs now; 0 for one that waits (it pays no restart either)."""
     view = offer.view
     same = [c for c in (offer.shared if view.shared else offer.alone) if c.config.num_gpus == view.num_gpus]

@@ -32,7 +32,7 @@ def steady_pairing(solution: Solution, move_worth: float) -> Pairing:
 
     Args:
         solution: verified.
-        move_worth: sum of shares that one avoided move may cost.
+        move_worth: sum of shares (times the sharers' mean urgency) that one avoided move may cost.
 
     Returns:
         A perfect pairing of the same jobs; every pair fits, and no job falls below the solution's fairness floor.
@@ -52,7 +52,7 @@ def steady_pairing(solution: Solution, move_worth: float) -> Pairing:
     steady = Pairing(pairs, {int(jobs[n]): int(first[n, m]) for n, m in enumerate(mate.tolist())})
     saved = _moves(problem, found) - _moves(problem, steady)
     loss = _worth(problem, found) - _worth(problem, steady)
-    return steady if loss <= move_worth * max(saved, 0) else found
+    return steady if loss <= move_worth * max(saved, 0) * float(problem.urgency[jobs].mean()) else found
 
 
 def _of(solution: Solution) -> Pairing:
@@ -62,14 +62,14 @@ def _of(solution: Solution) -> Pairing:
 
 
 def _best_combinations(solution: Solution, jobs: Ints) -> tuple[Floats, Ints]:
-    """For every two jobs (V, V): the largest sum of weighted shares that fits on one GPU, -inf: none; and the flat shared
+    """For every two jobs (V, V): the largest sum of their worths that fits on one GPU, -inf: none; and the flat shared
     option that the first of the two then runs."""
     problem = solution.problem
     counts = np.diff(problem.shr_ptr)[jobs]
     column = np.arange(int(counts.max()))
     option = np.where(column < counts[:, None], problem.shr_ptr[jobs][:, None] + column, -1)  # (V, Q)
     allowed = (option >= 0) & (problem.shr_fairness[option] >= solution.floor * (1.0 - 1e-9))
-    worth = np.where(allowed, problem.weight[jobs][:, None] * problem.shr_share[option], -np.inf)
+    worth = np.where(allowed, problem.shr_worth[option], -np.inf)
     size, width = option.shape
     fits = problem.fits_together(option[:, None, :, None], option[None, :, None, :])  # (V, V, Q, Q)
     total = np.where(fits, worth[:, None, :, None] + worth[None, :, None, :], -np.inf)
@@ -101,4 +101,4 @@ def _moves(problem: Problem, pairing: Pairing) -> int:
 
 
 def _worth(problem: Problem, pairing: Pairing) -> float:
-    return float(sum(problem.weight[job] * problem.shr_share[flat] for job, flat in pairing.option.items()))
+    return float(sum(problem.shr_worth[flat] for flat in pairing.option.values()))

@@ -23,7 +23,7 @@ FLOOR_SLACK = 1e-12
 class Menu:
     """Flat lists of items, job k owning ``ptr[k]:ptr[k+1]`` (none, if all it can do is share).
 
-    ``option``: index of the exclusive option, -1 = wait. ``value``: weight * share, the running configuration a trifle
+    ``option``: index of the exclusive option, -1 = wait. ``value``: its worth in the sum, the running configuration a trifle
     more. ``shared_value``: (S,) the same for the shared options, -inf below the floor.
     """
 
@@ -40,7 +40,7 @@ def build_menu(problem: Problem, floor: float, forced: Bools) -> Menu:
     allowed = (problem.opt_gpus <= problem.num_gpus) & (problem.opt_fairness >= least)
     may_wait = ~forced if floor <= 0.0 else np.zeros_like(forced)
     jobs = problem.opt_job
-    weighted = problem.weight[jobs] * problem.opt_share
+    weighted = problem.opt_worth.copy()
     weighted[problem.opt_gpus == problem.current[jobs]] *= 1.0 + KEEP_BONUS
 
     sizes = np.bincount(jobs[allowed], minlength=problem.num_jobs) + may_wait
@@ -53,7 +53,7 @@ def build_menu(problem: Problem, floor: float, forced: Bools) -> Menu:
     option[place] = np.flatnonzero(allowed)
 
     owner = problem.shr_job
-    shared = problem.weight[owner] * problem.shr_share
+    shared = problem.shr_worth.copy()
     shared[problem.current[owner] == SHARED_GPUS] *= 1.0 + KEEP_BONUS
     shared[problem.shr_fairness < least] = -np.inf
     return Menu(ptr, cost, value, option, shared)

@@ -108,8 +108,8 @@ class Reference:
         self.columns = np.concatenate([np.arange(count), np.arange(len(o), count)])
         self.fairness = np.concatenate([problem.opt_fairness[o], problem.shr_fairness[r], problem.shr_fairness[s]])
         self.gpus = np.concatenate([problem.opt_gpus[o], np.ones(len(r))])
-        own = problem.weight[problem.opt_job] * problem.opt_share
-        half = problem.weight[problem.shr_job] * problem.shr_share
+        own = problem.opt_worth
+        half = problem.shr_worth
         self.value = np.concatenate([own[o], half[r] + half[s]])
 
     def _matrix(self, entries: Floats, columns: int) -> csr_array[Any]:

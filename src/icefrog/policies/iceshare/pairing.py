@@ -39,7 +39,7 @@ def settle_pairs(
     who = np.flatnonzero(mate >= 0) if mate is not None else vertices
     if who is None or len(who) == 0:
         return option, partner
-    plain = np.where(value > -np.inf, graph.problem.weight[graph.problem.shr_job] * graph.problem.shr_share, -np.inf)
+    plain = np.where(value > -np.inf, graph.problem.shr_worth, -np.inf)
     pair = _subgraph(graph, who).pair_values(plain)
     least = -np.inf
     known: Ints | None = None

@@ -53,6 +53,8 @@ class Job:
     partner: str | None = None  # whom it shares with now; only a preference among equal optima
     restart_s: float = 0.0
     must_run: bool = False
+    age_s: float = 0.0  # part of every time that is over already
+    urgency: float = 1.0  # factor on what its shares are worth in the sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,10 @@ class Problem:
     Times already contain the restart of every option that differs from ``current``. An option above ``num_gpus`` counts
     towards a job's best time but cannot be chosen. A shared option without a fitting partner cannot be chosen either
     (sharing needs exactly one partner), and counts towards the best time all the same.
+
+    The floor is over shares as Eq. 17 has them, with the age in both times. In the sum an option is worth
+    weight * urgency * (best time - age) / (time - age): what is over cannot be decided any more, and with it in both times
+    the shares of old jobs all come to 1. With ``age_s`` 0 and ``urgency`` 1 (the defaults) both are the same.
     """
 
     num_gpus: int
@@ -78,6 +84,8 @@ class Problem:
     current: Floats  # (N,) NaN: waits, or unknown
     partner: Ints  # (N,) index of the job it shares with now, or -1
     must_run: Bools  # (N,)
+    age_s: Floats  # (N,)
+    urgency: Floats  # (N,)
     rho: float = 1.0
     literal_weights: bool = False
     index: dict[str, int] = field(default_factory=dict, repr=False)
@@ -101,6 +109,8 @@ class Problem:
         partner: ArrayLike | None = None,
         restart_s: ArrayLike = 0.0,
         must_run: ArrayLike | None = None,
+        age_s: ArrayLike | None = None,
+        urgency: ArrayLike | None = None,
         rho: float = 1.0,
         literal_weights: bool = False,
     ) -> Problem:
@@ -137,6 +147,8 @@ class Problem:
             current=held,
             partner=np.full(n, -1, np.int64) if partner is None else np.asarray(partner, np.int64),
             must_run=np.zeros(n, np.bool_) if must_run is None else np.asarray(must_run, np.bool_),
+            age_s=np.zeros(n) if age_s is None else np.asarray(age_s, np.float64),
+            urgency=np.ones(n) if urgency is None else np.asarray(urgency, np.float64),
             rho=float(rho),
             literal_weights=literal_weights,
             index={name: k for k, name in enumerate(ids)},
@@ -177,6 +189,8 @@ class Problem:
             partner=np.array([index.get(job.partner or "", -1) for job in jobs], np.int64),
             restart_s=np.array([job.restart_s for job in jobs], np.float64),
             must_run=np.array([job.must_run for job in jobs], np.bool_),
+            age_s=np.array([job.age_s for job in jobs], np.float64),
+            urgency=np.array([job.urgency for job in jobs], np.float64),
             rho=rho,
             literal_weights=literal_weights,
         )
@@ -187,7 +201,13 @@ class Problem:
             raise ValueError("job ids must be unique, one a job")
         if self.num_gpus < 0 or not 0.0 <= self.rho <= 1.0 or not self.gpu_mem_bytes > 0:
             raise ValueError("num_gpus >= 0, 0 <= rho <= 1 and gpu_mem_bytes > 0 are required")
-        for name, per_job in (("weight", self.weight), ("current", self.current), ("must_run", self.must_run)):
+        for name, per_job in (
+            ("weight", self.weight),
+            ("current", self.current),
+            ("must_run", self.must_run),
+            ("age_s", self.age_s),
+            ("urgency", self.urgency),
+        ):
             if len(per_job) != n:
                 raise ValueError(f"{name} needs one entry a job ({n}), got {len(per_job)}")
         if self.opt_ptr[-1] != len(self.opt_gpus) or len(self.opt_gpus) != len(self.opt_tta_s):
@@ -198,9 +218,16 @@ class Problem:
             raise ValueError("every job needs at least one exclusive option")
         if np.any(self.opt_gpus < 1):
             raise ValueError("options need at least one GPU")
-        for name, positive in (("weight", self.weight), ("tta_s", self.opt_tta_s), ("tta_s", self.shr_tta_s)):
+        for name, positive in (
+            ("weight", self.weight),
+            ("urgency", self.urgency),
+            ("tta_s", self.opt_tta_s),
+            ("tta_s", self.shr_tta_s),
+        ):
             if not np.all(np.isfinite(positive) & (positive > 0)):
                 raise ValueError(f"{name} must be finite and > 0")
+        if n and not np.all((self.age_s >= 0) & (self.age_s < self.best_tta_s)):
+            raise ValueError("age_s must be >= 0 and below every time of its job")
         for name, amount in (("mem_bytes", self.shr_mem_bytes), ("util_pct", self.shr_util_pct)):
             if not np.all(np.isfinite(amount) & (amount >= 0)):
                 raise ValueError(f"{name} must be finite and >= 0")
@@ -240,6 +267,21 @@ class Problem:
     def shr_share(self) -> Floats:
         """(S,) the share of every shared option."""
         return self.best_tta_s[self.shr_job] / self.shr_tta_s
+
+    @cached_property
+    def opt_worth(self) -> Floats:
+        """(M,) what every exclusive option adds to the sum."""
+        return self._worth(self.opt_tta_s, self.opt_job)
+
+    @cached_property
+    def shr_worth(self) -> Floats:
+        """(S,) the same of the shared options."""
+        return self._worth(self.shr_tta_s, self.shr_job)
+
+    def _worth(self, tta_s: Floats, job: Ints) -> Floats:
+        age_s = self.age_s[job]
+        share = (self.best_tta_s[job] - age_s) / (tta_s - age_s)
+        return np.asarray((self.weight * self.urgency)[job] * share)
 
     def fits_together(self, first: Ints, second: Ints) -> Bools:
         """Whether two shared options (flat indices, broadcast) fit on one GPU: memory with its margin, utilisation."""

@@ -67,8 +67,8 @@ class Solution:
 
     @property
     def sum_share(self) -> float:
-        """The sum of weight * share."""
-        return float(np.sum(self.problem.weight * self.shares))
+        """What was maximised, and what ``bound`` bounds: the sum of worths; weight * share without ages and urgencies."""
+        return total_worth(self.problem, self.option, self.shared_option)
 
     @property
     def gpus_used(self) -> int:
@@ -118,6 +118,12 @@ class Solution:
             "must_run_waiting": list(self.must_run_waiting),
             "note": self.note,
         }
+
+
+def total_worth(problem: Problem, option: Ints, shared_option: Ints) -> float:
+    """The sum of the chosen options' worths; (N,) flat indices, -1: none."""
+    alone, shared = option[option >= 0], shared_option[shared_option >= 0]
+    return float(problem.opt_worth[alone].sum() + problem.shr_worth[shared].sum())
 
 
 def bound_and_gap(total: float, bound: float) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from icefrog.policies.iceshare.milp import Reference
 from icefrog.policies.iceshare.pairing import settle_pairs
 from icefrog.policies.iceshare.problem import SHARED_GPUS, Problem
 from icefrog.policies.iceshare.sharing import PairedKnapsack
-from icefrog.policies.iceshare.solution import Solution, bound_and_gap, verify
+from icefrog.policies.iceshare.solution import Solution, bound_and_gap, total_worth, verify
 from icefrog.policies.iceshare.threshold import forced_jobs, max_min
 
 Ints = NDArray[np.int64]
@@ -110,10 +110,7 @@ def _options_of(menu: Menu, item: Ints) -> Ints:
 
 
 def _total(problem: Problem, choice: _Choice) -> float:
-    share = np.where(choice.option >= 0, problem.opt_share[choice.option], 0.0)
-    at = np.flatnonzero(choice.shared_option >= 0)
-    share[at] = problem.shr_share[choice.shared_option[at]]
-    return float(np.sum(problem.weight * share))
+    return total_worth(problem, choice.option, choice.shared_option)
 
 
 def _unless_current_is_as_good(problem: Problem, graph: SharingGraph, menu: Menu, choice: _Choice) -> _Choice:
