@@ -204,7 +204,10 @@ class ClusterState:
 
     def apply(self, record: ev.AnyRecord) -> None:
         """Fold one record in. Raises :class:`IllegalTransitionError` on a record that cannot happen."""
-        self.now_s = max(self.now_s, record.time_s)
+        if record.time_s > self.now_s:
+            self.now_s = record.time_s
+        if isinstance(record, ev.ProgressReported) and self._progressed(record):
+            return
         match record:
             case ev.Tick():
                 pass
@@ -258,6 +261,20 @@ class ClusterState:
         )
         self.jobs[spec.job_id] = self.active[spec.job_id] = job
         self._stale[spec.job_id] = self.unsaid[spec.job_id] = None
+
+    def _progressed(self, record: ev.ProgressReported) -> bool:
+        """The short way for most of a log: a report that is legal and changes no phase. False: go the long way."""
+        job = self.jobs.get(record.job_id)
+        if job is None or TRANSITIONS.get((job.phase, "progress_reported")) is not job.phase:
+            return False
+        held = job.holding
+        if record.attempt != job.attempt and (held is None or record.attempt != held.attempt):
+            return False
+        if record.report_offset > job.report_offset:
+            job.report_offset = record.report_offset
+        _progress(job, record)
+        self._stale[job.job_id] = None
+        return True
 
     def _job_record(self, record: ev.AnyRecord) -> None:
         assert not isinstance(record, ev.Tick | ev.PlanDecided | ev.JobSubmitted | ev.NodeDown | ev.NodeUp)
