@@ -16,7 +16,7 @@ from icefrog.policies import make_policy
 from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
 from icefrog.testing.builders import candidate, cluster, job_spec
 from icefrog.testing.policies import CONTRACT, Case, after, cases
-from icefrog.types import Candidate, Config, Estimate, GpuId, JobView, Plan, Snapshot
+from icefrog.types import Candidate, Config, Estimate, GpuId, JobView, Plan, Pricing, Snapshot
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sim"))
 from worlds import SettlingCurves, Workload
@@ -112,6 +112,54 @@ def test_who_waited_too_long_runs_and_keeps_running_for_a_while() -> None:
     knobs = {"max_wait_s": 3600.0, "min_run_s": 600.0, "memory": plan.memory}
     assert set(decide([*waiting, runs], offered, now_s=4200.0, **knobs).choices) == {"big"}
     assert "big" not in decide([*waiting, runs], offered, now_s=4202.0, **knobs).choices
+
+
+def test_in_overload_short_jobs_run_first_however_old_the_long_ones_are() -> None:
+    long_ones = [view(f"long{i}", gpus=(1,)) for i in range(4)]
+    short = [replace(view(f"short{i}", gpus=(1,)), submit_s=3000.0) for i in range(4)]
+    offered = {job.job_id: options(g1=600) for job in long_ones} | {job.job_id: options(g1=10) for job in short}
+    jobs = [*long_ones, *short]
+    assert set(decide(jobs, offered, now_s=3000.0).choices) == {job.job_id for job in short}
+    assert set(decide(jobs, offered, now_s=3000.0, urgency=0.0).choices) == {job.job_id for job in long_ones}
+
+
+def test_forced_jobs_take_their_share_of_the_gpus_and_the_first_in_line_always_runs() -> None:
+    """Six have waited too long. All want one GPU for ten hours; four newcomers want one for ten minutes."""
+    old = [view(f"old{i}", gpus=(1,), waiting_since_s=float(i)) for i in range(6)]
+    new = [replace(view(f"new{i}", gpus=(1,), waiting_since_s=9000.0), submit_s=9000.0) for i in range(4)]
+    offered = {job.job_id: options(g1=750) for job in old} | {job.job_id: options(g1=10) for job in new}
+
+    def forced(turn_share: float) -> set[str]:
+        plan = decide([*old, *new], offered, now_s=9000.0, max_wait_s=3600.0, turn_share=turn_share)
+        return {job_id for job_id in plan.choices if job_id.startswith("old")}
+
+    assert forced(0.0) == {"old0"}
+    assert forced(0.5) == {"old0", "old1"}
+    assert forced(1.0) == {"old0", "old1", "old2", "old3"}
+
+
+def test_where_everybody_has_what_is_best_nothing_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [view("A", held=(GpuId(0, 0), GpuId(0, 1)), gpus=(1, 2)), view("B", held=(GpuId(0, 2),), gpus=(1, 2))]
+    offered = {"A": options(g1=100, g2=60), "B": options(g1=50, g2=49)}  # B: not worth a restart
+    solved = decide(held, offered)
+    monkeypatch.setattr("icefrog.policies.icefrog.solve", None)
+    assert decide(held, offered) == solved
+    assert counts(solved) == {"A": 2, "B": 1}
+    with pytest.raises(TypeError):
+        decide(held, {**offered, "B": options(g1=50, g2=25)})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "pricing"),
+    [
+        ({}, Pricing(freezing="tuner")),
+        ({"penalty": "freezeout"}, Pricing(freezing="freezeout")),
+        ({"batch": "elastic"}, Pricing(freezing="tuner", batch="elastic")),
+        ({"slowdown": 0.6}, Pricing(freezing="tuner", sharing_speed=0.6)),
+    ],
+)
+def test_ablations_are_options(knobs: dict[str, Any], pricing: Pricing) -> None:
+    assert make_policy("icefrog", knobs).pricing == pricing
 
 
 @given(case=cases())
