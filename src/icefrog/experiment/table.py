@@ -84,8 +84,8 @@ def notes(document: Mapping[str, Any]) -> list[str]:
     if counts:
         many = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
         notes.append(
-            f"Means over {many} replicate{'' if many == '1' else 's'} (trace x seed). Speed-up: mean JCT of {document['base']} over that of the policy,"
-            " on the same jobs; won: replicates with a lower mean JCT."
+            f"Means over {many} replicate{'' if many == '1' else 's'} (trace x seed). Speed-up: mean JCT of "
+            f"{document['base']} over that of the policy, on the same jobs; won: replicates with a lower mean JCT."
         )
     for condition in document["conditions"]:
         for row in condition["rows"]:
