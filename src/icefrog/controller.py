@@ -19,7 +19,7 @@ from icefrog.verify import PolicyError, verify
 __all__ = ["CandidateSource", "Controller", "ControllerConfig", "PolicyError", "Step", "verify"]
 
 _CHANGES = (ev.JobSubmitted, ev.JobFinished, ev.JobStopped, ev.JobCrashed, ev.CancelRequested)
-"""After these a plan has to be looked at anew: a job arrived, or left its GPUs."""
+"""A job arrived, or left its GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ class Controller:
         self._candidates = candidates
         self._pricing = policy.pricing
         self._stands_until_s = -math.inf
+        self._content = False
 
     @property
     def round_needed_s(self) -> float:
@@ -114,7 +115,11 @@ class Controller:
 
     def round_needed_after(self, events: Sequence[ev.Event]) -> float:
         """The same, once ``events`` are handled."""
-        return -math.inf if any(isinstance(event, _CHANGES) for event in events) else self._stands_until_s
+        return -math.inf if any(self._voids(event) for event in events) else self._stands_until_s
+
+    def _voids(self, event: ev.Event) -> bool:
+        """Whether the plan has to be looked at anew: a job arrived, or left its GPUs and somebody might want them."""
+        return isinstance(event, _CHANGES) and not (self._content and isinstance(event, ev.JobFinished))
 
     def handle(self, events: Sequence[ev.Event]) -> Step:
         """Apply ``events`` (in order of time), then decide if one of them calls for it."""
@@ -124,7 +129,7 @@ class Controller:
             self.state.apply(event)
             if isinstance(event, (ev.Tick, ev.NodeDown, ev.NodeUp)):
                 due = True
-            elif isinstance(event, _CHANGES):
+            elif self._voids(event):
                 self._stands_until_s = -math.inf
                 due = due or self.config.event_driven
         for event in events:
@@ -197,6 +202,7 @@ class Controller:
         # 2. The policy's plan, and where it goes.
         plan, allocation = self._placeable_plan(snapshot, options)
         self._stands_until_s = plan.stands_until_s
+        self._content = plan.content and not self._pricing.shares
         # 3. Its reasons, as a fact; its difference to what runs, as commands.
         step.facts.append(self._decided(plan, allocation, snapshot))
         self.state.apply(step.facts[-1])

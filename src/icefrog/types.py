@@ -242,6 +242,9 @@ class Plan:
     those of them that share."""
     preempted: frozenset[str] = frozenset()
     """With ``keeps``: running jobs that must leave their GPUs."""
+    content: bool = False
+    """Everybody runs, and nothing would change if one of them ended: the plan stands then, too. Only policies whose jobs
+    never share may say so (``Pricing.shares``)."""
     waiting_reason: str = ""
     """The reason of every job that waits and has none of its own. Best a constant: each change of it is told to each job."""
 

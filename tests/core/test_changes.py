@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -214,3 +215,18 @@ def test_a_lazy_map_makes_values_when_asked_and_knows_its_keys():
     assert made == ["a"]
     with pytest.raises(KeyError):
         lazy["c"]
+
+
+def test_a_content_plan_stands_when_a_job_ends_but_not_when_one_is_lost(state):
+    rig = Rig(state, ({"a": 2, "b": 2, "c": 2}, ()), ({"c": 2}, ()))
+    decide = rig.controller.policy.decide
+    rig.controller.policy.decide = lambda *args: replace(decide(*args), content=True)
+    rig.controller._pricing = Pricing(shares=False)
+    rig.handle(submitted("a"), submitted("b"), submitted("c"))
+    for name in "abc":
+        started(rig, name)
+    step = rig.handle(ev.JobFinished(time_s=5.0, job_id="a", attempt=1, outcome="completed"))
+    assert step.facts == []  # no decision
+    assert rig.controller.round_needed_s == math.inf
+    step = rig.handle(ev.JobCrashed(time_s=6.0, job_id="c", attempt=1, reason="lost"))
+    assert [command.kind for command in step.commands] == ["start"]

@@ -110,6 +110,7 @@ class Admission:
             gpus=self.gpus,
             stands_until_s=stands_until_s if self.waits else math.inf,
             keeps=True,
+            content=not self.waits,
             preempted=frozenset(self.preempted),
             waiting_reason=self._words.waiting,
         )

@@ -120,6 +120,7 @@ class Tiresias:
             gpus=serving.gpus,
             memory={**queues.memory(), "until_s": None if math.isinf(stands_until_s) else stands_until_s},
             stands_until_s=stands_until_s,
+            content=not serving.preempted and all(job.job_id in serving.choices for job in snapshot.views.waiting),
         )
 
     def _as_before(self, snapshot: Snapshot) -> Plan | None:
@@ -130,7 +131,7 @@ class Tiresias:
         until_s = math.inf if memory["until_s"] is None else float(memory["until_s"])
         if snapshot.now_s >= until_s:
             return None
-        return Plan({}, keeps=True, waiting_reason=_WAITS, memory=memory, stands_until_s=until_s)
+        return Plan({}, keeps=True, content=True, waiting_reason=_WAITS, memory=memory, stands_until_s=until_s)
 
     # -- the queues --------------------------------------------------------------------------------------------------------
 

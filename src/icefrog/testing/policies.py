@@ -311,6 +311,22 @@ class PolicyContract:
 
     @given(case=cases())
     @CONTRACT
+    def test_content_plans_outlive_the_end_of_a_job(self, make: Make, case: Case) -> None:
+        """``Plan.content``: once it is carried out, the others stay as they are when one ends."""
+        policy = make()
+        plan = policy.decide(*case.of(policy))
+        if not plan.content or policy.pricing.shares:
+            return
+        carried_out = after(case, policy, plan)
+        jobs = carried_out.snapshot.jobs
+        assert all(job.running for job in jobs)
+        for gone in jobs[:3]:
+            left = Case(replace(carried_out.snapshot, jobs=tuple(j for j in jobs if j is not gone)), case.barred)
+            then = after(left, policy, policy.decide(*left.of(policy)))
+            assert [(j.gpus, j.config) for j in then.snapshot.jobs] == [(j.gpus, j.config) for j in left.snapshot.jobs]
+
+    @given(case=cases())
+    @CONTRACT
     def test_only_oracles_read_the_truth(self, make: Make, case: Case) -> None:
         """True remaining times and logged durations change nothing for a policy that is no oracle."""
         policy = make()
