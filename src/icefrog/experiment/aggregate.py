@@ -28,6 +28,7 @@ MEASURES: Mapping[str, str] = {
     "max_queue_s": "min",
     "makespan_s": "min",
     "gpu_utilization": "",
+    "gpu_utilization_in_service": "",
     "gpu_hours": "",
     "restarts": "",
     "restart_gpu_hours": "min",
