@@ -34,6 +34,9 @@ class LazyMap(Mapping[str, V]):
                 self._kept[key] = found
         return found
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 

@@ -318,6 +318,8 @@ class ClusterState:
                 job.queue_s += now_s - job.waiting_since_s
                 job.waiting_since_s = None
             del self.active[job.job_id]
+            if job.job_id in self.profiles:  # known beforehand, and of no use any more: traces are long
+                job.profile, job.stats = None, None
 
     # -- views ---------------------------------------------------------------------------------------------------------
 
