@@ -148,6 +148,8 @@ def backend(workers: int | None, ray: str | None) -> Backend:
 
         return RayCluster(ray, workers)
     number = workers or _cores()
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
+        os.environ.setdefault(variable, "1")  # workers inherit it: one process a core, not one thread a core in each
     return Inline() if number == 1 else Processes(number)
 
 
