@@ -39,13 +39,13 @@ def frozen_penalty(variance: npt.ArrayLike) -> FloatArray:
     values = np.asarray(variance, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:
         raise ValueError(f"variance must have one value a layer, got shape {values.shape}")
-    if not np.all(np.isfinite(values)) or np.any(values < 0):
-        raise ValueError(f"variance must be finite and >= 0, got {values.tolist()}")
     scale = float(values.max())  # sums of huge values must not overflow
+    if not (scale < np.inf and float(values.min()) >= 0.0):  # NaN is neither
+        raise ValueError(f"variance must be finite and >= 0, got {values.tolist()}")
     psi = np.full(len(values) + 1, np.nan)
     if scale > 0:
-        suffix = np.append(np.cumsum((values / scale)[::-1])[::-1], 0.0)  # from the back: no cancellation
-        np.divide(suffix, suffix[0], out=psi, where=suffix > 0)
+        suffix = np.cumsum(values[::-1] / scale)[::-1]  # from the back: no cancellation
+        np.divide(suffix, suffix[0], out=psi[:-1], where=suffix > 0)
     psi[0] = 1.0
     return psi
 
