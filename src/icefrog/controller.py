@@ -233,7 +233,10 @@ class Controller:
         kept = {job_id: choice for job_id, choice in plan.choices.items() if job_id not in unplaced}
         reasons = {**plan.reasons, **dict.fromkeys(unplaced, "the GPUs left over do not lie together")}
         pairs = tuple(pair for pair in plan.pairs if not unplaced.intersection(pair))
-        return replace(plan, choices=kept, pairs=pairs, reasons=reasons), placement.allocation
+        # Where a plan keeps whom it does not name, one that ran must leave: its GPUs may be somebody else's now.
+        leaving = frozenset(job_id for job_id in unplaced if plan.keeps and snapshot.views.by_id[job_id].running)
+        plan = replace(plan, choices=kept, pairs=pairs, reasons=reasons, preempted=plan.preempted | leaving)
+        return plan, placement.allocation
 
     def _decided(self, plan: Plan, allocation: Mapping[str, tuple[GpuId, ...]], snapshot: Snapshot) -> ev.PlanDecided:
         state, active = self.state, self.state.active

@@ -230,3 +230,17 @@ def test_a_content_plan_stands_when_a_job_ends_but_not_when_one_is_lost(state):
     assert rig.controller.round_needed_s == math.inf
     step = rig.handle(ev.JobCrashed(time_s=6.0, job_id="c", attempt=1, reason="lost"))
     assert [command.kind for command in step.commands] == ["start"]
+
+
+def test_a_running_job_that_finds_no_place_for_its_new_count_leaves_what_others_were_given(state):
+    rig = Rig(state, ({"a": 2, "b": 1, "x": 1, "c": 1}, ()), ({"a": 4, "d": 2}, ("x",)))
+    rig.controller.config = replace(rig.controller.config, max_replans=1)
+    rig.handle(submitted("a"), submitted("b"), submitted("x"), submitted("c"))
+    home = state.jobs["a"].gpus
+    for name in "abxc":
+        started(rig, name)
+    step = rig.handle(submitted("d", at=2.0))  # b and c leave three GPUs on each node: no place for a, and d gets a's
+    assert [(c.kind, c.job_id) for c in step.commands] == [("preempt", "a"), ("preempt", "x"), ("start", "d")]
+    assert state.jobs["d"].gpus == home
+    assert step.facts[0].gpus_granted == 4
+    assert "do not lie together" in state.jobs["a"].reason
