@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from icefrog.gpu_types import ANY_GPU
 from icefrog.placement import FreeGpus, Placement, all_free, of_type
 from icefrog.types import Allocation, GpuId, JobView, Plan, Snapshot
 
@@ -76,9 +77,11 @@ def place_changes(snapshot: Snapshot, plan: Plan) -> Placement:
             free.hold(home)
             allocation.update(dict.fromkeys(unit, home))
     unplaced: list[str] = []
-    for unit in sorted(moving, key=lambda unit: -plan.choices[unit[0]].config.num_gpus):
+    configs = {unit: plan.choices[unit[0]].config for unit in moving}
+    # As in ``placement``: those that are bound to a type first, else others could take the places of their type.
+    for unit in sorted(moving, key=lambda unit: (configs[unit].gpu_type == ANY_GPU, -configs[unit].num_gpus)):
         home = next((views[job_id].gpus for job_id in unit if views[job_id].running), ())
-        config = plan.choices[unit[0]].config
+        config = configs[unit]
         gpus = free.find(config.num_gpus, home, config.gpu_type)
         if gpus is None:
             unplaced += unit
@@ -91,9 +94,9 @@ def place_changes(snapshot: Snapshot, plan: Plan) -> Placement:
 def _units(snapshot: Snapshot, plan: Plan) -> list[tuple[str, ...]]:
     """Jobs and pairs that are placed together, in order of submission."""
     partner = {a: b for pair in plan.pairs for a, b in (pair, pair[::-1])}
-    named = in_order(snapshot, plan.choices)
-    units = [(job_id, partner[job_id]) if job_id in partner else (job_id,) for job_id in named]
-    return [unit for unit in units if len(unit) == 1 or named.index(unit[0]) < named.index(unit[1])]
+    place = {job_id: at for at, job_id in enumerate(in_order(snapshot, plan.choices))}
+    units = [(job_id, partner[job_id]) if job_id in partner else (job_id,) for job_id in place]
+    return [unit for unit in units if len(unit) == 1 or place[unit[0]] < place[unit[1]]]
 
 
 def in_order(snapshot: Snapshot, job_ids: Iterable[str]) -> list[str]:

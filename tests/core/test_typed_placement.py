@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from icefrog.changes import place_changes
 from icefrog.controller import verify
 from icefrog.placement import all_free, num_nodes, of_type, place
 from icefrog.specfile import parse_cluster
@@ -129,3 +130,11 @@ def test_whatever_is_placed_is_sound(wanted: list[tuple[int, str]], down: frozen
     verify(plan, Snapshot(0.0, MIXED, tuple(jobs), down=down), options)
     for gpus in result.allocation.values():
         assert len(types_of(gpus)) == 1
+
+
+def test_changes_place_those_that_name_a_type_first():
+    wanted = {"x": option(4, "any"), **{name: option(4, "a100") for name in "abc"}}
+    snapshot = Snapshot(0.0, MIXED, tuple(map(view, wanted)))
+    result = place_changes(snapshot, Plan(wanted, keeps=True))
+    assert not result.unplaced
+    assert all(types_of(result.allocation[name]) == {"a100"} for name in "abc")
