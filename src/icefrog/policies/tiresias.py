@@ -98,7 +98,7 @@ class Tiresias:
         """Update the queues, then serve them in order."""
         if (same := self._as_before(snapshot)) is not None:
             return same
-        queues = _Queues.of(snapshot.memory, len(self._thresholds))
+        queues = _Queues.of(snapshot.memory, len(self._thresholds), snapshot.views.by_id)
         self._promote(queues, snapshot)
         self._demote(queues, snapshot)
         order = [self._sorted(level, jobs, queues, snapshot.now_s) for level, jobs in enumerate(queues.jobs(snapshot))]
@@ -292,20 +292,23 @@ class _Queues:
     """Who stands where. The first queue is implicit: whoever is in no later one, in order of coming."""
 
     later: list[list[str]]
-    """Job ids of the second queue, the third, ... A job that has left the system is struck out when the lists change."""
+    """Job ids of the second queue, the third, ..."""
     forgiven: dict[str, tuple[float, float]]
     """Promoted jobs: (when it came back to the first queue, s; service attained before, GPU-seconds)."""
     levels: dict[str, int]
-    changed: bool = False
 
     @classmethod
-    def of(cls, memory: Json, num_thresholds: int) -> _Queues:
-        """From what a plan remembered; of another policy or another number of queues, nothing is known."""
+    def of(cls, memory: Json, num_thresholds: int, known: Mapping[str, JobView]) -> _Queues:
+        """From what a plan remembered; of another policy or another number of queues, nothing is known.
+
+        Jobs that are not ``known`` have left the system and are struck out: what is remembered is logged again and again.
+        """
         found: Mapping[str, Any] = memory if isinstance(memory, dict) else {}
-        later = [list(queue) for queue in found.get("later", ())]
+        later = [[job_id for job_id in queue if job_id in known] for queue in found.get("later", ())]
         if len(later) != num_thresholds:
             later = [[] for _ in range(num_thresholds)]
-        forgiven = {job_id: (float(at), float(past)) for job_id, (at, past) in found.get("forgiven", {}).items()}
+        entries = found.get("forgiven", {}).items()
+        forgiven = {job_id: (float(at), float(past)) for job_id, (at, past) in entries if job_id in known}
         return cls(later, forgiven, {job_id: level for level, queue in enumerate(later, 1) for job_id in queue})
 
     def memory(self) -> Json:
@@ -327,7 +330,7 @@ class _Queues:
         if self.forgiven:
             first.sort(key=lambda job: self.forgiven.get(job.job_id, (job.submit_s,))[0])
         known = snapshot.views.by_id
-        return [first, *([known[job_id] for job_id in queue if job_id in known] for queue in self.later)]
+        return [first, *([known[job_id] for job_id in queue] for queue in self.later)]
 
     def move(self, job_id: str, level: int) -> None:
         """To the end of a later queue."""
