@@ -73,8 +73,8 @@ class SimulatedJob(Protocol):
         """When the job next has something to say, and whether that is its end. Never in the past."""
         ...
 
-    def finish(self) -> None:
-        """The end has come."""
+    def finish(self, now_s: float) -> float:
+        """The end has come; returns the time that counts as the end: now, or a moment ago."""
         ...
 
     def end_interval(self) -> None:

@@ -151,11 +151,11 @@ class SimExecutor:
         )
 
     def _finish(self, job: SimulatedJob, now_s: float) -> ev.JobFinished:
-        job.finish()
+        finish_s = job.finish(now_s)
         self._release(job, now_s)
         del self._alive[job.job_id]
         return ev.JobFinished(
-            time_s=now_s,
+            time_s=finish_s,
             job_id=job.job_id,
             attempt=job.attempt,
             outcome="completed",

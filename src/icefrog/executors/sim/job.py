@@ -254,9 +254,10 @@ class SimJob:
         finish_s = (self.truth.total_samples - self.effective) / self.rate.effective_per_s
         return self._since_s + max(min(interval_s, finish_s), 0.0), finish_s <= interval_s + _SAME_TIME_S
 
-    def finish(self) -> None:
+    def finish(self, now_s: float) -> float:
         """The true samples are all there."""
         self.effective = self.truth.total_samples
+        return now_s
 
     def end_interval(self) -> None:
         """A tuning point: look at the gradients, checkpoint, tune."""

@@ -18,7 +18,10 @@ from icefrog.profile import Profile
 from icefrog.spec import JobSpec
 from icefrog.types import GpuId
 
-_SAME_TIME_S = 1e-5  # the executor rounds times to microseconds
+_SAME_TIME_S = 1e-6  # the executor rounds times to microseconds
+_LATE_S = 2e-6
+"""A job that ends at the very second at which a step begins (the rest of its last epoch is rounded to 0 s) is only found
+complete in that step: the round before it still counts the job, and may take its GPUs. So its end comes this much later."""
 _NO_SHARING = (0.0, 100.0)
 """(memory, utilisation): not measured; nobody is offered a shared GPU here."""
 
@@ -149,15 +152,16 @@ class PolluxJob:
     def next_event(self) -> tuple[float, bool]:
         """The end of the job, or of the first step at whose end there is something new to report."""
         if self._books.finish_s is not None:
-            return self._books.finish_s, True
+            return self._books.now_s, True
         if self._due:
             return self._books.now_s, False
         if self._ahead is None:
             self._ahead = self._look_ahead()
         return self._ahead.now_s, self._ahead.finish_s is not None
 
-    def finish(self) -> None:
+    def finish(self, now_s: float) -> float:
         """The last epoch is over."""
+        return now_s if self._books.finish_s is None else self._books.finish_s
 
     def end_interval(self) -> None:
         """There is something new: it is kept, and told in the next report."""
@@ -215,7 +219,8 @@ class PolluxJob:
 
     def _step(self, books: Books, until_s: float) -> None:
         """One step of the grid (or the part of it up to ``until_s``), to the end of the job at most."""
-        seconds = until_s - books.now_s
+        since_s = books.now_s
+        seconds = until_s - since_s
         delay = min(books.delay_s, seconds)
         books.delay_s -= delay
         books.now_s += delay
@@ -238,6 +243,8 @@ class PolluxJob:
                 seconds -= passed
                 if books.epoch == self.app.epochs:
                     books.finish_s = books.now_s
+                    if books.finish_s == since_s:
+                        books.now_s += _LATE_S
                     return
             if books.agent is not known:  # otherwise it would choose the same again
                 books.batch = self._choose_batch(books)

@@ -60,7 +60,7 @@ class _Known:
     effective_samples: float
     profile: Profile | None
     stats: GradientStats | None
-    elastic: bool
+    pricing: Pricing
     options: Sequence[Candidate]
 
 
@@ -81,33 +81,37 @@ class PolluxCandidates:
     def __init__(self, apps: Mapping[str, Application]) -> None:
         self._apps = apps
         self._known: dict[str, _Known] = {}
-        self._menus: dict[tuple[str, int, tuple[int, ...], int], _Menu] = {}
+        self._menus: dict[tuple[str, int, tuple[int, ...], int, bool], _Menu] = {}
 
     def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> Sequence[Candidate]:
         """The job's options, by rising GPU count."""
-        elastic = pricing.batch == "elastic"
         known = self._known.get(view.job_id)
         if (
             known is not None
             and known.effective_samples == view.effective_samples
             and known.stats is view.stats
             and known.profile is view.profile
-            and known.elastic == elastic
+            and known.pricing == pricing
         ):
             return known.options
         app = self._apps[view.spec.workload or ""]
         age_s = max(now_s - view.submit_s, 0.0)
-        options = _fitted(app, view, cluster, age_s) if elastic else self._oracle(app, view, cluster, age_s)
-        self._known[view.job_id] = _Known(view.effective_samples, view.profile, view.stats, elastic, options)
+        if pricing.batch == "elastic":
+            options = _fitted(app, view, cluster, age_s)
+        else:
+            options = self._oracle(app, view, cluster, age_s, pricing.counts == "requested")
+        self._known[view.job_id] = _Known(view.effective_samples, view.profile, view.stats, pricing, options)
         return options
 
-    def _oracle(self, app: Application, view: JobView, cluster: ClusterSpec, age_s: float) -> Sequence[Candidate]:
+    def _oracle(
+        self, app: Application, view: JobView, cluster: ClusterSpec, age_s: float, rigid: bool
+    ) -> Sequence[Candidate]:
         """Measured step times, and the remaining iterations of the artifact's oracle."""
         target = view.spec.batch.initial
-        key = (app.name, target, view.spec.gpus, view.spec.requested_gpus)
+        key = (app.name, target, view.spec.gpus, view.spec.requested_gpus, rigid)
         menu = self._menus.get(key)
         if menu is None:
-            menu = self._menus[key] = _menu(app, view.spec, cluster)
+            menu = self._menus[key] = _menu(app, view.spec, cluster, rigid)
         left = app.remaining_iterations(target, app.epochs_done(view.effective_samples))
         samples = _left(app, view)
 
@@ -118,13 +122,16 @@ class PolluxCandidates:
         return _Options(make, len(menu))
 
 
-def _menu(app: Application, spec: JobSpec, cluster: ClusterSpec) -> _Menu:
-    """A fixed batch at every count that was measured. One GPU is taken to accumulate at least once, as in the artifact."""
+def _menu(app: Application, spec: JobSpec, cluster: ClusterSpec, rigid: bool) -> _Menu:
+    """A fixed batch at every count that was measured. One GPU is taken to accumulate at least once, as in the artifact.
+
+    A rigid policy gives what was requested, whatever the application's largest size.
+    """
     target = spec.batch.initial
     most = min(app.max_gpus(target), MAX_GPUS, cluster.num_gpus)
     menu = []
     for count in spec.gpus:
-        if count > most and count != spec.requested_gpus:
+        if count > most and not (rigid and count == spec.requested_gpus):
             continue
         batch = app.local_batch(target, count)
         try:
