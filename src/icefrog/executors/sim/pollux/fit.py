@@ -15,11 +15,11 @@ from icefrog.profile import FloatArray
 
 Where: TypeAlias = tuple[int, int, int]
 """(nodes, GPUs, local batch)."""
+Row: TypeAlias = tuple[int, int, int, float, float]
+"""(nodes, GPUs, local batch, compute time, step time)."""
 
 _SMALLEST = 1e-8
-_START = (0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001)
-_LOWER = (*(_SMALLEST,) * 6, 1.0)
-_UPPER = (*(math.inf,) * 6, 10.0)
+_START = PerfParams(0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001)
 _TOLERANCE = 1e-6  # of the loss: a millionth of a log error is nothing
 _GAMMA_WEIGHT = 1e-3
 _GROWTH_WEIGHT = 1e-2
@@ -27,7 +27,7 @@ UNSEEN_NODE_OVER_LOCAL = 1.1
 
 
 def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None) -> PerfParams:
-    """Minimise :func:`loss` within bounds (L-BFGS-B).
+    """Minimise :func:`loss` (L-BFGS-B; times by their logarithms, growths as ratios, so that all are of one size).
 
     What the steps cannot tell is fixed: with a single local batch the constant of the compute time is half its mean; local
     (node) terms stay negligible until several GPUs of one node (of several nodes) were seen, then node terms at 1.1 x local;
@@ -35,46 +35,73 @@ def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None) -> 
 
     Args:
         seen: measured steps, at least one.
-        start: an earlier fit, where the search begins.
+        start: an earlier fit, where a second search begins: the loss has more than one valley.
     """
     rows = [(*where, times[0] - times[1], times[0]) for where, times in seen.items()]
-    vector = list(_START) if start is None else _vector(start)
-    lower, upper = list(_LOWER), list(_UPPER)
-    if len({m for _, _, m in seen}) == 1:
-        lower[0] = upper[0] = sum(row[3] for row in rows) / len(rows) / 2.0
     several = any(gpus > 2 for _, gpus, _ in seen)
     nodes, local = any(n > 1 for n, _, _ in seen), any(n == 1 and gpus > 1 for n, gpus, _ in seen)
-    for index, known in ((2, nodes), (3, nodes and several), (4, local), (5, local and several)):
-        if not known:
-            upper[index] = lower[index]
-        elif start is not None and vector[index] <= 2 * _SMALLEST:
-            vector[index] = _START[index]  # newly free
-    free = [index for index in range(7) if lower[index] < upper[index]]
-    vector = [min(max(value, low), high) for value, low, high in zip(vector, lower, upper, strict=True)]
+    free = [len({m for _, _, m in seen}) > 1, True, nodes, nodes and several, local, local and several, True]
+    tries: list[tuple[float, list[float]]] = []
+    for first in (_START,) if start is None else (start, _START):
+        vector = [first.alpha_c, first.beta_c]
+        vector += _sync_start(first.alpha_node, first.beta_node, nodes, several)
+        vector += _sync_start(first.alpha_local, first.beta_local, local, several)
+        vector.append(first.gamma)
+        if not free[0]:
+            vector[0] = sum(row[3] for row in rows) / len(rows) / 2.0
+        tries.append(_descend(vector, rows, [index for index in range(7) if free[index]]))
+    found = min(tries, key=lambda one: one[0])[1]
+    if not nodes:
+        found[2] = max(found[2], UNSEEN_NODE_OVER_LOCAL * found[4])
+        found[3] = max(found[3], UNSEEN_NODE_OVER_LOCAL * found[5])
+    return PerfParams(*found)
+
+
+def _sync_start(alpha: float, beta: float, known: bool, several: bool) -> list[float]:
+    """Where the search for one pair of synchronisation terms begins; negligible where nothing tells them."""
+    if not known:
+        return [_SMALLEST, _SMALLEST]
+    alpha = alpha if alpha > 1e-5 else _START.alpha_node
+    return [alpha, min(max(beta, 1e-3 * alpha), alpha) if several else _SMALLEST]
+
+
+_RATIOS = {3: 2, 5: 4}  # growth -> its constant: searched as a ratio
+_BOUNDS = {3: (0.0, None), 5: (0.0, None), 6: (1.0, 10.0)}  # of the searched value; others: any logarithm
+
+
+def _descend(vector: list[float], rows: Sequence[Row], free: Sequence[int]) -> tuple[float, list[float]]:
+    """One local minimum: (loss, vector)."""
+    vector = list(vector)
+
+    def put(part: FloatArray) -> None:
+        for index, value in zip(free, part.tolist(), strict=True):
+            if index not in _RATIOS:
+                vector[index] = value if index == 6 else math.exp(value)
+        for index, value in zip(free, part.tolist(), strict=True):
+            if index in _RATIOS:
+                vector[index] = max(value * vector[_RATIOS[index]], _SMALLEST)
 
     def objective(part: FloatArray) -> tuple[float, FloatArray]:
-        for index, value in zip(free, part.tolist(), strict=True):
-            vector[index] = value
+        put(part)
         value, slope = loss(vector, rows)
-        return value, np.array([slope[index] for index in free])
+        for growth, constant in _RATIOS.items():
+            if growth in free:  # the constant moves the growth with it
+                slope[constant] += slope[growth] * vector[growth] / vector[constant]
+        scale = [vector[_RATIOS[i]] if i in _RATIOS else 1.0 if i == 6 else vector[i] for i in free]
+        return value, np.array([slope[index] * factor for index, factor in zip(free, scale, strict=True)])
 
+    start = [
+        vector[i] / vector[_RATIOS[i]] if i in _RATIOS else vector[i] if i == 6 else math.log(vector[i]) for i in free
+    ]
+    bounds = [_BOUNDS.get(index, (math.log(_SMALLEST), math.log(1e4))) for index in free]
     found = minimize(
-        objective,
-        np.array([vector[index] for index in free]),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=[(lower[index], upper[index]) for index in free],
-        options={"ftol": _TOLERANCE},
+        objective, np.array(start), jac=True, method="L-BFGS-B", bounds=bounds, options={"ftol": _TOLERANCE}
     )
-    for index, value in zip(free, found.x.tolist(), strict=True):
-        vector[index] = value
-    if not nodes:
-        vector[2] = max(vector[2], UNSEEN_NODE_OVER_LOCAL * vector[4])
-        vector[3] = max(vector[3], UNSEEN_NODE_OVER_LOCAL * vector[5])
-    return PerfParams(*vector)
+    put(found.x)
+    return float(found.fun), vector
 
 
-def loss(vector: Sequence[float], rows: Sequence[tuple[int, int, int, float, float]]) -> tuple[float, list[float]]:
+def loss(vector: Sequence[float], rows: Sequence[Row]) -> tuple[float, list[float]]:
     """The loss and its gradient.
 
     Root mean square of the log error of the compute time, plus that of the step time, plus 1e-3 (gamma - 1)^2, plus
@@ -127,15 +154,3 @@ def loss(vector: Sequence[float], rows: Sequence[tuple[int, int, int, float, flo
     slope[5] += 2.0 * _GROWTH_WEIGHT * ratio_l / alpha_l
     slope[6] += 2.0 * _GAMMA_WEIGHT * (gamma - 1.0)
     return value, slope
-
-
-def _vector(params: PerfParams) -> list[float]:
-    return [
-        params.alpha_c,
-        params.beta_c,
-        params.alpha_node,
-        params.beta_node,
-        params.alpha_local,
-        params.beta_local,
-        params.gamma,
-    ]
