@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_without_a_start_it_begins_with_the_first_job() -> None:
     later = window(hourly(10), START + timedelta(hours=2))
     assert [j.submit_s for j in window(later, None, 1.5).jobs] == [0.0, 3600.0]
     assert window(hourly(3)).jobs == hourly(3).jobs
+
+
+def test_a_window_keeps_the_zone_of_its_local_time() -> None:
+    trace = replace(hourly(10), zone="+08:00")
+    assert window(trace, None, 2.5).zone == "+08:00"
+    assert "from 2017-10-03 02:30:00 +08:00" in describe_text(window(trace, None, 2.5))
 
 
 def test_wrong_windows() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from icefrog.profile import FloatArray
 from icefrog.report import text
+from icefrog.report.html import script_json
 from icefrog.report.plots import PALETTE, Figure
 from icefrog.traces.describe import describe
 from icefrog.traces.drawing import TITLES, gpu_range, printable
@@ -37,12 +36,6 @@ _TIME_TICKS = {
 }
 
 
-def write_page(path: Path, trace: Trace) -> None:
-    """Write the page; its folder is made. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(trace), encoding="utf-8")
-
-
 def render(trace: Trace) -> str:
     """The page as text. The same trace gives the same bytes."""
     facts = describe(trace)
@@ -57,7 +50,7 @@ def render(trace: Trace) -> str:
         ],
         quantiles=_quantile_rows(facts),
         groups=[(TITLES[name], _group_rows(groups)) for name, groups in facts["by"].items()],
-        data=_script_json(_figures(trace, facts)),
+        data=script_json(_figures(trace, facts)),
         plotly=Markup(get_plotlyjs()),
     )
 
@@ -188,11 +181,3 @@ def _figure(data: list[Figure], xaxis: str | Figure, yaxis: str | Figure) -> Fig
 
 def _short(values: FloatArray) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
-
-
-def _script_json(value: Any) -> Markup:
-    """JSON that cannot end the script element it stands in."""
-    dumped = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
-    return Markup(dumped)

@@ -29,7 +29,7 @@ def window(trace: Trace, start: datetime | None = None, hours: float | None = No
         raise UserError(f"no job was submitted in this window; {_span(trace)}", "choose a start within the trace")
     report = trace.report.drop("outside the window", len(trace.jobs) - len(jobs))
     zero = None if trace.start is None else trace.start + timedelta(seconds=begin_s)
-    return Trace(jobs, report, trace.source, zero)
+    return replace(trace, jobs=jobs, report=report, start=zero)
 
 
 def pool_days(trace: Trace, first_hour: int, hours: int) -> Trace:
