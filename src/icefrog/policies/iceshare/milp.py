@@ -80,21 +80,6 @@ def solve_core(core: Core, node_limit: int) -> CoreAnswer:
     return CoreAnswer(chosen, loss, min(least, loss, core.allowed))
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
-    """An answer of the reference: flat options of every job (-1: none), and what was proved.
-
-    ``bound``: on the second stage's sum; ``t_star``: of the first stage's answer; ``proved``: both stages were finished.
-    """
-
-    option: Ints
-    shared_option: Ints
-    mate: Ints
-    t_star: float
-    bound: float
-    proved: bool
-
-
 class Reference:
     """The two-stage binary program with a variable for every option and for every fitting pair of shared options."""
 

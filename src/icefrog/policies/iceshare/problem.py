@@ -13,15 +13,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 SHARED_GPUS = 0.5
 """What a sharer holds, and the value of ``current`` that says so."""
-MEMORY_MARGIN = 1.1
-"""A pair fits when 1.1 * (mem_1 + mem_2) <= capacity (section 6)."""
-UTIL_LIMIT_PCT = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +284,9 @@ class Problem:
 
     def fits_together(self, first: Ints, second: Ints) -> Bools:
         """Whether two shared options (flat indices, broadcast) fit on one GPU: memory with its margin, utilisation."""
-        mem_bytes = MEMORY_MARGIN * (self.shr_mem_bytes[first] + self.shr_mem_bytes[second])
+        mem_bytes = MEM_SAFETY * (self.shr_mem_bytes[first] + self.shr_mem_bytes[second])
         util_pct = self.shr_util_pct[first] + self.shr_util_pct[second]
-        return (mem_bytes <= self.gpu_mem_bytes) & (util_pct <= UTIL_LIMIT_PCT)
+        return (mem_bytes <= self.gpu_mem_bytes) & (util_pct <= MAX_UTIL_PCT)
 
     def fairness(self, share: Floats, job: Ints) -> Floats:
         """What the max-min compares: share / weight, or weight * share under ``literal_weights`` (Eq. 18)."""
