@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,7 @@ class SimSettings:
 
     def world_config(self) -> WorldConfig:
         """The world's settings with this run's seed and restart cost."""
-        base = self.world or WorldConfig()
-        changed = {name: getattr(base, name) for name in WorldConfig.__slots__}
-        return WorldConfig(**{**changed, "seed": self.seed, "restart_s": self.restart_s})
+        return replace(self.world or WorldConfig(), seed=self.seed, restart_s=self.restart_s)
 
 
 @dataclass(frozen=True, slots=True)

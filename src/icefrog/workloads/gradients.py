@@ -146,7 +146,7 @@ class LayerCurves:
     def _frozen_ratio(self, now: float, start: float, depth: float) -> FloatArray:
         split = self.curves.split
         elapsed = (now - start) / max(1.0 - start, 1e-9)
-        by_start = _between(split.starts, np.moveaxis(self._ratio, 0, 0), start)  # (D, P, L)
+        by_start = _between(split.starts, self._ratio, start)  # (D, P, L)
         depths = np.concatenate(([0.0], split.depths))
         by_depth = np.concatenate((np.ones((1, *by_start.shape[1:])), by_start))  # depth 0: no change
         return _row(_between(depths, by_depth, depth), elapsed)
