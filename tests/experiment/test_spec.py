@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from experiment_files import SMALL, load
 
 from icefrog.errors import UserError
+from icefrog.estimate.boundary import Guards
+from icefrog.experiment.cell_run import sim_settings
 from icefrog.experiment.cells import Cell, expand
 from icefrog.experiment.spec import read_experiment, world_settings
 
@@ -97,6 +101,23 @@ def test_wrong_files_are_refused_with_the_line(tmp_path: Path, old: str, new: st
         load(tmp_path, SMALL.replace(old, new))
     assert f"small.yaml:{line}" in caught.value.message
     assert says in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_settings_of_the_world_are_numbers(tmp_path: Path) -> None:
+    for name in world_settings():
+        text = (
+            f"{SMALL}world: {{{name}: 2}}" if name == "node_mtbf_h" else f"{SMALL}world: {{{name}: 2, node_mtbf_h: 5}}"
+        )
+        settings = sim_settings(next(load(tmp_path, text).cells()))
+        assert settings.world is not None
+        assert {**vars_of(settings.world), **vars_of(settings.outages), **vars_of(settings)}[name] == 2
+        assert settings.world.guards == Guards()
+    with pytest.raises(UserError, match="unknown setting"):
+        load(tmp_path, f"{SMALL}world: {{guards: 1}}")
+
+
+def vars_of(settings: Any) -> dict[str, Any]:
+    return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
 
 @pytest.mark.parametrize("text", ["", "- a", "traces: [", "traces: &a [*a]\ncluster: 2x4\npolicies: fifo"])

@@ -29,8 +29,9 @@ OUTAGE_SETTINGS = ("node_mtbf_h", "node_repair_h")
 
 
 def world_settings() -> tuple[str, ...]:
-    """Every setting of ``world:``, the world's own and those of the run."""
-    own = (field.name for field in fields(WorldConfig) if field.name not in ("seed", *RUN_SETTINGS))
+    """Every setting of ``world:``, the world's own (those that are numbers) and those of the run."""
+    numbers = (field.name for field in fields(WorldConfig) if isinstance(field.default, int | float))
+    own = (name for name in numbers if name not in ("seed", *RUN_SETTINGS))
     return (*RUN_SETTINGS, *own, *OUTAGE_SETTINGS)
 
 
