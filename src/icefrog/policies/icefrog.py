@@ -73,7 +73,7 @@ class IceFrog:
             default="tuner", description="freeze by the frozen penalty, or by the tuned FreezeOut schedule (ablation)"
         )
         batch: Literal["fixed", "elastic"] = Field(
-            default="fixed", description="elastic: the global batch moves within the job's range"
+            default="elastic", description="elastic: within the range that a job gives; fixed: its first batch"
         )
         min_gain: float = Field(
             default=0.2, ge=0, description="a running job's change must save this share of its remaining time"
