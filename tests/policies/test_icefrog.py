@@ -152,10 +152,10 @@ def test_where_everybody_has_what_is_best_nothing_is_solved(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("knobs", "pricing"),
     [
-        ({}, Pricing(freezing="tuner")),
-        ({"penalty": "freezeout"}, Pricing(freezing="freezeout")),
-        ({"batch": "elastic"}, Pricing(freezing="tuner", batch="elastic")),
-        ({"slowdown": 0.6}, Pricing(freezing="tuner", sharing_speed=0.6)),
+        ({}, Pricing(freezing="tuner", batch="elastic")),
+        ({"penalty": "freezeout"}, Pricing(freezing="freezeout", batch="elastic")),
+        ({"batch": "fixed"}, Pricing(freezing="tuner")),
+        ({"slowdown": 0.6}, Pricing(freezing="tuner", batch="elastic", sharing_speed=0.6)),
     ],
 )
 def test_ablations_are_options(knobs: dict[str, Any], pricing: Pricing) -> None:

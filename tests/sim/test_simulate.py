@@ -162,8 +162,8 @@ def test_the_batch_moves_only_where_job_and_policy_let_it() -> None:
         job_id: NoisyCurves(curve.num_layers) for job_id, curve in STANDARD.curves.items()
     }
     work = replace(STANDARD, specs=tuple(ranged(spec) for spec in STANDARD.specs), curves=noisy)
-    fixed = run(work, "icefrog")
-    moved = run(work, "icefrog", options={"batch": "elastic"})
+    fixed = run(work, "icefrog", options={"batch": "fixed"})
+    moved = run(work, "icefrog")
     assert {batch_of(report) for report in reports(fixed)} == {None}
     assert {batch_of(report) for report in reports(moved)} > {"256", "1024"}
     assert mean_jct_s(moved) < mean_jct_s(fixed)
