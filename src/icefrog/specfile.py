@@ -133,17 +133,17 @@ def _read_text(path: Path, kind: FileKind) -> str:
     try:
         if path.is_dir():
             raise UserError(
-                f"{path}: is a folder, not a {kind.name} file",
+                f"{path}: is a folder, not the {kind.name} file",
                 f"give the path of a YAML file; for example: {kind.example}",
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UserError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes", f"is this a {kind.name} file?")
+            raise UserError(f"{path}: is larger than {_MAX_FILE_BYTES} bytes", f"is this the {kind.name} file?")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file", f"give the path of a {kind.name} file") from error
+        raise UserError(f"{path}: no such file", f"give the path of the {kind.name} file") from error
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: is not text (byte {error.start} is not UTF-8)", f"is this a {kind.name} file?"
+            f"{path}: is not text (byte {error.start} is not UTF-8)", f"is this the {kind.name} file?"
         ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
