@@ -50,7 +50,9 @@ def test_that_round_may_take_its_gpus(tmp_path: Path) -> None:
 def test_optimus_gives_ncf_one_gpu_whatever_was_requested(tmp_path: Path) -> None:
     data = write(tmp_path, "ncf")
     for epoch_file in (data / "pollux" / "ncf").glob("validation-*.csv"):
-        epoch_file.write_text(epoch_file.read_text() + "200.0,200,0.5,1.0,2.0\n" * 8)  # ten epochs
+        epoch_file.write_text(
+            epoch_file.read_text() + "".join(f"{100 * epoch}.5,{100 * epoch},0.5,1.0,2.0\n" for epoch in range(3, 11))
+        )
     copy(data / "pollux" / "ncf" / "validation-32.csv", data / "pollux" / "ncf" / "validation-32768.csv")
     jobs = Trace((TraceJob("ncf-0", 0.0, 2, 1.0, application="ncf", batch_size=32),), ReadReport(1, 1), "invented")
     assert [gpus for _, gpus in starts(run(data, jobs, "optimus"), "ncf-0")] == [1]

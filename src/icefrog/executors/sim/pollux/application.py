@@ -20,8 +20,13 @@ MAX_GPUS = 64
 _ROUNDING = 1e-8
 
 
-class NotMeasuredError(ValueError):
-    """A configuration outside what was measured: its step time is unknown."""
+class NotMeasuredError(UserError):
+    """A configuration outside what was measured: its step time, or the noise of its gradient, is unknown."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message, "give the complete data of the Pollux artifact, or jobs and nodes that it was measured on"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -58,6 +59,9 @@ def read_application(data_dir: Path, name: str) -> Measurements:
     files = [(path.stem.removeprefix("validation-"), path) for path in folder.glob("validation-*.csv")]
     for batch, path in sorted((int(stem), path) for stem, path in files if stem.isdecimal()):
         validation[batch] = tuple(_rows(path, _epoch_row))
+        for epoch, (before, after) in enumerate(pairwise(validation[batch]), 1):
+            if not (before.progress < after.progress and before.iteration < after.iteration):
+                raise UserError(f"{path}: epoch {epoch}: progress and iteration must rise from epoch to epoch", _HINT)
     if not validation:
         raise UserError(f"{folder}: no file validation-<batch>.csv", _HINT)
     return Measurements(placements, scalability, validation)
@@ -122,5 +126,9 @@ def _scalability_row(row: Mapping[str, str]) -> tuple[int, int, int, Times]:
 
 
 def _epoch_row(row: Mapping[str, str]) -> EpochStats:
-    values = [_number(row, column) for column in ("progress", "iteration", "grad_sqr", "grad_var")]
-    return EpochStats(*values)
+    stats = EpochStats(*(_number(row, column) for column in ("progress", "iteration", "grad_sqr", "grad_var")))
+    if min(stats.progress, stats.iteration) <= 0:
+        raise ValueError(f"progress {stats.progress}, iteration {stats.iteration}: both must be positive")
+    if min(stats.grad_sqr, stats.grad_var) < 0 or stats.grad_sqr + stats.grad_var == 0:
+        raise ValueError(f"grad_sqr {stats.grad_sqr}, grad_var {stats.grad_var}: neither negative, nor both 0")
+    return stats
