@@ -36,8 +36,6 @@ class Pricing:
     """``tuner``: the Layer Tuner (Eq. 15); ``freezeout``: the tuned FreezeOut schedule of the paper's baselines."""
     batch: Literal["fixed", "elastic"] = "fixed"
     """``elastic``: the global batch may move within the job's range, at Pollux's statistical efficiency."""
-    throughput: Literal["layer-aware", "ddp-only"] = "layer-aware"
-    """``ddp-only`` prices every job as plain data parallel (an ablation of the paper)."""
     sharing_speed: float = 0.9
     """lambda: the speed of a sharer that the estimates assume, 1.0 = alone (Eq. 8)."""
     by_gpu_type: bool = False

@@ -13,7 +13,7 @@ from icefrog.policies import base
 from icefrog.policies.iceshare import ExclusiveOption, Job, Problem, SharedOption, Solution, solve
 from icefrog.policies.iceshare.problem import SHARED_GPUS
 from icefrog.policies.partners import Pairing, steady_pairing
-from icefrog.types import Candidate, Candidates, JobView, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, Candidates, GpuId, JobView, Plan, Pricing, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,10 @@ class IceFrog:
                 offer.view.job_id: _why_running(offer, choices[offer.view.job_id], 1.0, None) for offer in offers
             }
         else:
+            partner = _partners(snapshot)
             problem = Problem.from_jobs(
                 snapshot.num_gpus,
-                [self._job(offer, snapshot) for offer in offers],
+                [self._job(offer, partner.get(offer.view.job_id), snapshot.now_s) for offer in offers],
                 gpu_mem_bytes=snapshot.cluster.gpu_mem_bytes,
                 rho=self.options.rho,
             )
@@ -202,7 +203,7 @@ class IceFrog:
             return None, False
         return turn[0], True
 
-    def _job(self, offer: _Offer, snapshot: Snapshot) -> Job:
+    def _job(self, offer: _Offer, partner: str | None, now_s: float) -> Job:
         view = offer.view
         current: float | None = None
         if view.running:
@@ -215,11 +216,11 @@ class IceFrog:
             ),
             weight=view.spec.weight,
             current=current,
-            partner=_partner(view, snapshot) if view.shared else None,
-            restart_s=self._charge_s(offer, snapshot.now_s),
+            partner=partner,
+            restart_s=self._charge_s(offer, now_s),
             must_run=offer.must_run,
-            age_s=min(max(snapshot.now_s - view.submit_s, 0.0), _LARGEST_AGE * _best_s(offer)),
-            urgency=self._urgency(_remaining_s(offer, snapshot.now_s)),
+            age_s=min(max(now_s - view.submit_s, 0.0), _LARGEST_AGE * _best_s(offer)),
+            urgency=self._urgency(_remaining_s(offer, now_s)),
         )
 
     def _urgency(self, remaining_s: float) -> float:
@@ -274,8 +275,14 @@ def _held_remaining_s(offer: _Offer, now_s: float) -> float:
     return max(min(c.estimate.tta_s for c in same) - max(now_s - view.submit_s, 0.0), 0.0)
 
 
-def _partner(view: JobView, snapshot: Snapshot) -> str | None:
-    return next((j.job_id for j in snapshot.jobs if j.gpus == view.gpus and j.job_id != view.job_id), None)
+def _partners(snapshot: Snapshot) -> dict[str, str]:
+    """Who shares a GPU with whom, both ways."""
+    on_gpu: dict[tuple[GpuId, ...], list[str]] = {}
+    for view in snapshot.views.running:
+        if view.shared:
+            on_gpu.setdefault(view.gpus, []).append(view.job_id)
+    pairs = [ids for ids in on_gpu.values() if len(ids) == 2]
+    return {a: b for pair in pairs for a, b in (pair, pair[::-1])}
 
 
 # -- back from the solution ------------------------------------------------------------------------------------------------
