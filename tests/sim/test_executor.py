@@ -141,3 +141,20 @@ def test_a_simulation_is_not_taken_up_from_a_log() -> None:
     state.replay([event for event in bench.events if isinstance(event, ev.JobSubmitted)])
     with pytest.raises(ValueError, match="same seed"):
         bench.executor.adopt(state)
+
+
+@pytest.mark.parametrize("stats_noise", [0.0, 0.2])
+def test_a_job_that_moves_its_batch_sees_its_gradients_with_an_error(stats_noise: float) -> None:
+    """What it is told of them must not be the truth: statistical efficiency would be known for certain."""
+    bench = Bench(config=replace(EXACT, stats_noise=stats_noise))
+    a = bench.ids[0]
+    given = grant(1).model_copy(update={"batch_per_gpu": 256, "elastic_batch": True})
+    start = ev.Start(time_s=bench.clock.now_s(), job_id=a, attempt=1, gpus=gpus(1), grant=given)
+    bench.executor.submit([start])
+    bench.drain()
+    seen = [e for e in bench.events if isinstance(e, ev.ProgressReported) and e.job_id == a]
+    assert seen
+    for report in seen:
+        assert report.sqr_norm is not None
+        exact = report.sqr_norm == (0.01,) * len(report.sqr_norm)  # as the curves have it at every progress
+        assert exact == (stats_noise == 0.0)

@@ -373,16 +373,19 @@ class SimJob:
 
     def _observe(self) -> None:
         self._true_v = self._look()
-        noise = np.exp(self._config.stats_noise * self._rng.standard_normal(self._num_layers))
-        fresh = self._true_v * noise
+        fresh = self._true_v * self._sampling_error()
         if self._seen_v is not None:
             fresh[: self.frozen] = self._seen_v[: self.frozen]
         self._seen_v = fresh
         if self.grant is not None and self.grant.elastic_batch:
-            norm = self.truth.sqr_norm(self.progress)
+            norm = self.truth.sqr_norm(self.progress) * self._sampling_error()
             if self._seen_g is not None:
                 norm[: self.frozen] = self._seen_g[: self.frozen]
             self._seen_g = norm
+
+    def _sampling_error(self) -> FloatArray:
+        """Factors on what one look at the gradients tells of each layer, shape (L,)."""
+        return np.exp(self._config.stats_noise * self._rng.standard_normal(self._num_layers))
 
     def _true_psi(self) -> float:
         """psi of the truth (Eq. 3), taken as constant until the next look at the gradients."""

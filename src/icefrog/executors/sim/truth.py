@@ -36,7 +36,7 @@ class WorldConfig:
     occupancy_noise: float = 0.05
     """Error of the estimated memory and of the estimated utilisation (one factor each)."""
     stats_noise: float = 0.05
-    """Sampling error of every layer's variance at every tuning point."""
+    """Sampling error of every layer's variance, and of its squared gradient norm, at every tuning point."""
     split_noise: float = 0.0
     """How far a job's true per-layer variances stray from the catalogue's (one factor for each layer and job)."""
     failures_per_gpu_h: float = 0.0
