@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from icefrog.policies import base
+from icefrog.policies.packing import Packer
 from icefrog.profile import FloatArray
-from icefrog.types import Candidate, Candidates, JobView, Json, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, Candidates, GpuId, JobView, Json, Plan, Pricing, Snapshot
+
+IntArray = npt.NDArray[np.int64]
 
 TINY_SPEEDUP = 1e-3
 """Added to every job's speed-up, so that one that waits does not make the mean of all zero."""
@@ -29,8 +33,9 @@ class Pollux:
 
     GOODPUT is the candidates' effective progress, at the best batch of each count. A job gets at most ``max_growth`` times
     the most GPUs it has ever had, beginning with its fewest: its model says little of what it has not tried. Counts above a
-    node are whole nodes, packed. The paper searches allocations by a genetic algorithm; here the counts are a knapsack, solved
-    exactly (u_j depends on the job's own count alone).
+    node are whole nodes. The paper searches allocations by a genetic algorithm; here the counts are a knapsack, solved
+    exactly (u_j depends on the job's own count alone), and placed: jobs whose count stays keep their GPUs, the others go
+    to one node, or over nodes that no other job spans, or shrink.
     """
 
     name: ClassVar[str] = "pollux"
@@ -51,7 +56,7 @@ class Pollux:
         self.options = options
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
-        """Price every count of every job, solve, explain."""
+        """Price every count of every job, solve, place, explain."""
         most = _most_gpus(snapshot)
         num_nodes = sum(size > 0 for size in snapshot.node_gpus)
         scale = num_nodes / max(snapshot.num_gpus, 1)
@@ -62,16 +67,18 @@ class Pollux:
             if options:
                 offers.append(self._offer(job, options, snapshot.now_s, fair, scale, most.get(job.job_id, 0)))
         chosen = knapsack([(offer.counts, offer.costs) for offer in offers], snapshot.num_gpus)
+        gpus = _places(offers, chosen, snapshot)
         reasons = dict.fromkeys((job.job_id for job in snapshot.jobs), _NO_OPTION)
         choices: dict[str, Candidate] = {}
-        for offer, at in zip(offers, chosen, strict=True):
+        for offer in offers:
             job_id = offer.job.job_id
-            if at == 0:
-                reasons[job_id] = _WAITS
+            if job_id in gpus:
+                at = offer.at(len(gpus[job_id]))
+                choices[job_id] = offer.options[at]
+                reasons[job_id] = _why(choices[job_id], offer.speedups[at])
             else:
-                choices[job_id] = offer.options[at - 1]
-                reasons[job_id] = _why(choices[job_id], offer.speedups[at - 1])
-        return Plan(choices, reasons=reasons, memory={"most": most})
+                reasons[job_id] = _WAITS
+        return Plan(choices, reasons=reasons, memory={"most": most}, gpus=gpus)
 
     def _offer(
         self, job: JobView, options: Sequence[Candidate], now_s: float, fair: int, scale: float, most: int
@@ -104,8 +111,17 @@ class _Offer:
     job: JobView
     options: Sequence[Candidate]
     speedups: Sequence[float]
-    counts: Any
+    counts: IntArray
     costs: FloatArray
+
+    def at(self, count: int) -> int:
+        """The index of the option with so many GPUs."""
+        return int(np.flatnonzero(self.counts == count)[0]) - 1
+
+    def below(self, count: int) -> int | None:
+        """The next count below, None if there is none."""
+        less = self.counts[(self.counts < count) & (self.counts > 0)]
+        return int(less.max()) if less.size else None
 
 
 def restart_penalty(age_s: float, restart_s: float, num_restarts: int) -> float:
@@ -118,7 +134,7 @@ def fitness(utilities: Sequence[float]) -> float:
     return len(utilities) / sum(1.0 / (utility + TINY_SPEEDUP) for utility in utilities)
 
 
-def knapsack(jobs: Sequence[tuple[Any, FloatArray]], num_gpus: int) -> list[int]:
+def knapsack(jobs: Sequence[tuple[IntArray, FloatArray]], num_gpus: int) -> list[int]:
     """For each job the index of its option, such that the sum of costs is least and the counts fit.
 
     Args:
@@ -144,6 +160,19 @@ def knapsack(jobs: Sequence[tuple[Any, FloatArray]], num_gpus: int) -> list[int]
         chosen.append(at)
         left -= int(counts[at])
     return chosen[::-1]
+
+
+def _places(offers: Sequence[_Offer], chosen: Sequence[int], snapshot: Snapshot) -> Mapping[str, tuple[GpuId, ...]]:
+    packer = Packer(snapshot.node_gpus)
+    moving: dict[str, int] = {}
+    for offer, at in zip(offers, chosen, strict=True):
+        job, count = offer.job, int(offer.counts[at])
+        stays = job.running and not job.shared and job.num_gpus == count and packer.keep(job.job_id, job.gpus)
+        if count and not stays:
+            moving[job.job_id] = count
+    by_id = {offer.job.job_id: offer for offer in offers}
+    packer.place_all(moving, lambda job_id, count: by_id[job_id].below(count))
+    return packer.gpus
 
 
 def _tidy(options: Sequence[Candidate], node_gpus: int) -> list[Candidate]:

@@ -28,8 +28,9 @@ class Agent:
     def observe(self, where: Where, times: Times, grad_stats: tuple[float, float]) -> Agent:
         """After a step: re-fitted where the configuration is new; itself where nothing is."""
         if where not in self.seen:
+            only_batch = any(known[:2] == where[:2] for known in self.seen)
             seen = {**self.seen, where: times}
-            return Agent(seen, fit_params(seen, self.params), grad_stats)
+            return Agent(seen, fit_params(seen, self.params, only_there=only_batch), grad_stats)
         return self if grad_stats == self.grad_stats else replace(self, grad_stats=grad_stats)
 
     def best_batch(self, app: Application, num_nodes: int, num_gpus: int) -> LocalBatch:

@@ -26,7 +26,7 @@ _GROWTH_WEIGHT = 1e-2
 UNSEEN_NODE_OVER_LOCAL = 1.1
 
 
-def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None) -> PerfParams:
+def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None, *, only_there: bool = False) -> PerfParams:
     """Minimise :func:`loss` (L-BFGS-B; times by their logarithms, growths as ratios, so that all are of one size).
 
     What the steps cannot tell is fixed: with a single local batch the constant of the compute time is half its mean; local
@@ -36,13 +36,15 @@ def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None) -> 
     Args:
         seen: measured steps, at least one.
         start: an earlier fit, where a second search begins: the loss has more than one valley.
+        only_there: search there alone: little is new.
     """
     rows = [(*where, times[0] - times[1], times[0]) for where, times in seen.items()]
     several = any(gpus > 2 for _, gpus, _ in seen)
     nodes, local = any(n > 1 for n, _, _ in seen), any(n == 1 and gpus > 1 for n, gpus, _ in seen)
     free = [len({m for _, _, m in seen}) > 1, True, nodes, nodes and several, local, local and several, True]
     tries: list[tuple[float, list[float]]] = []
-    for first in (_START,) if start is None else (start, _START):
+    starts = (_START,) if start is None else (start,) if only_there else (start, _START)
+    for first in starts:
         vector = [first.alpha_c, first.beta_c]
         vector += _sync_start(first.alpha_node, first.beta_node, nodes, several)
         vector += _sync_start(first.alpha_local, first.beta_local, local, several)
