@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,16 @@ class Totals:
     log_variance: FloatArray  # (B, P)
     log_sqr_norm: FloatArray  # (B, P)
 
+    @cached_property
+    def _log_batches(self) -> FloatArray:
+        return np.log(self.batches)
+
     def at(self, progress: float, batch: float) -> tuple[float, float]:
         """(S, |G|^2), linear in progress and in the logarithm of the batch, flat beyond the measured batches."""
-        grid = np.linspace(0.0, 1.0, self.log_variance.shape[1])
-        where = np.log(np.clip(batch, self.batches[0], self.batches[-1]))
+        grid = _grid(self.log_variance.shape[1])
+        where = np.log(min(max(batch, self.batches[0]), self.batches[-1]))
         values = [
-            float(np.exp(np.interp(where, np.log(self.batches), [np.interp(progress, grid, row) for row in table])))
+            float(np.exp(np.interp(where, self._log_batches, [np.interp(progress, grid, row) for row in table])))
             for table in (self.log_variance, self.log_sqr_norm)
         ]
         return values[0], values[1]
@@ -194,7 +198,15 @@ def _between(grid: FloatArray, values: FloatArray, at: float) -> FloatArray:
 
 
 def _row(table: FloatArray, at: float) -> FloatArray:
-    return _between(np.linspace(0.0, 1.0, len(table)), table, at)
+    return _between(_grid(len(table)), table, at)
+
+
+@lru_cache(maxsize=64)
+def _grid(points: int) -> FloatArray:
+    """Progress at equal distances, shape (points,); read-only, since a simulation asks a hundred times a job."""
+    grid = np.linspace(0.0, 1.0, points)
+    grid.flags.writeable = False
+    return grid
 
 
 def _filled(ratio: FloatArray) -> FloatArray:
