@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from icefrog.candidates import LAYER_ELASTIC, candidates
+from icefrog.candidates import LAYER_ELASTIC, candidates, is_rigid
 from icefrog.profile import Profile
 from icefrog.requested_candidates import MIN_TTA_S
 from icefrog.spec import ClusterSpec, JobSpec
@@ -50,7 +50,7 @@ class CandidateCache:
         self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing = LAYER_ELASTIC
     ) -> tuple[Candidate, ...]:
         """The job's options at ``now_s``."""
-        if view.profile is None or view.remaining_samples is None or pricing.counts == "requested":
+        if view.profile is None or view.remaining_samples is None or is_rigid(pricing):
             return candidates(view, cluster, now_s, pricing)
         current = view.config if view.running and not view.shared else None
         basis = _Basis(view.spec, view.profile, view.stats, current, view.frozen_layers, cluster, pricing)

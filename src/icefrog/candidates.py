@@ -67,7 +67,7 @@ def candidates(
     def price(view: JobView, cluster: ClusterSpec) -> tuple[Candidate, ...]:
         return _on_equal_gpus(view, cluster, now_s, pricing, hysteresis, max_shared)
 
-    counts = (view.spec.requested_gpus,) if _is_rigid(pricing) else view.spec.gpus
+    counts = (view.spec.requested_gpus,) if is_rigid(pricing) else view.spec.gpus
     return on_cluster(view, cluster, pricing.by_gpu_type, counts, price)
 
 
@@ -79,7 +79,7 @@ def _on_equal_gpus(
     if view.profile is None:
         return _prior_candidates(view, placements, age_s, pricing)
     current = view.config if view.running and not view.shared else None
-    if _is_rigid(pricing):
+    if is_rigid(pricing):
         return _requested(view, view.profile, cluster, pricing, current, age_s)
     rule = _rule(view, view.profile, cluster, placements, pricing)
     choices = _tuned(view, view.profile, rule, pricing, current, hysteresis, max_shared)
@@ -87,7 +87,7 @@ def _on_equal_gpus(
     return tuple(Candidate(one.config, _floored(one.estimate(age_s, remaining))) for one in choices)
 
 
-def _is_rigid(pricing: Pricing) -> bool:
+def is_rigid(pricing: Pricing) -> bool:
     """One GPU count, one batch, all layers: nothing to search."""
     return pricing.counts == "requested" and pricing.freezing == "none" and pricing.batch == "fixed"
 

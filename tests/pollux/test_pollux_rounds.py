@@ -56,4 +56,5 @@ def test_optimus_gives_ncf_one_gpu_whatever_was_requested(tmp_path: Path) -> Non
     copy(data / "pollux" / "ncf" / "validation-32.csv", data / "pollux" / "ncf" / "validation-32768.csv")
     jobs = Trace((TraceJob("ncf-0", 0.0, 2, 1.0, application="ncf", batch_size=32),), ReadReport(1, 1), "invented")
     assert [gpus for _, gpus in starts(run(data, jobs, "optimus"), "ncf-0")] == [1]
-    assert [gpus for _, gpus in starts(run(data, jobs, "tiresias"), "ncf-0")] == [2]
+    for rigid in ("tiresias", "fifo", "lucid", "lucid+"):
+        assert [gpus for _, gpus in starts(run(data, jobs, rigid), "ncf-0")] == [2], rigid

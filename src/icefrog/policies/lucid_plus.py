@@ -16,4 +16,4 @@ class LucidPlus(Lucid):
 
     name: ClassVar[str] = "lucid+"
     source: ClassVar[str] = "Lucid (ASPLOS'23) with tuned FreezeOut, as IceFrog's paper compares it; oracle durations"
-    pricing: ClassVar[Pricing] = Pricing(freezing="freezeout")
+    pricing: ClassVar[Pricing] = Pricing(counts="requested", freezing="freezeout")
