@@ -262,6 +262,19 @@ Event: TypeAlias = (
 AnyCommand: TypeAlias = Start | Resize | Regrant | Preempt | Stop
 AnyRecord: TypeAlias = Event | AnyCommand
 
+JobRecord: TypeAlias = (
+    CancelRequested
+    | JobStarted
+    | ProgressReported
+    | JobWarned
+    | JobStopped
+    | JobCrashed
+    | JobFinished
+    | JobFailed
+    | AnyCommand
+)
+"""What is said of one job that was submitted."""
+
 _CODEC: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discriminator="kind")])
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from icefrog.copying import copied
 from icefrog.gpu_types import ANY_GPU, GPU_TYPES
 
 _RESERVED_ENV = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"})
@@ -191,6 +192,14 @@ class JobSpec(_Frozen):
     def requested_gpus(self) -> int:
         """The count that rigid policies (fifo, srtf) give."""
         return self.num_gpus if self.num_gpus is not None else self.gpus[-1]
+
+
+def without_duration(spec: JobSpec) -> JobSpec:
+    """The spec as a scheduler may see it: the logged time is not told."""
+    if spec.duration_s is None:
+        return spec
+    changed = {"duration_s": None}
+    return copied(spec, {**spec.__dict__, **changed}, changed)
 
 
 class NodeSpec(_Frozen):
