@@ -105,7 +105,7 @@ def test_ranks_in_the_order_in_which_nodes_were_taken() -> None:
 
 def test_larger_nodes_than_measured_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nodes of up to 4"):
-        pollux_scenario(trace((0.0, 1, 8)), cluster(2, 8), write(tmp_path))
+        pollux_scenario(trace((0.0, 5, 8)), cluster(2, 8), write(tmp_path))
 
 
 def test_a_request_that_was_not_measured_is_refused(tmp_path: Path) -> None:

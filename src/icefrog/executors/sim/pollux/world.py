@@ -39,11 +39,7 @@ class PolluxWorld:
         cluster: ClusterSpec,
         config: WorldConfig | None = None,
     ) -> None:
-        if max(cluster.gpus_per_node) > GPUS_PER_NODE:
-            raise UserError(
-                f"the Pollux world was measured on nodes of up to {GPUS_PER_NODE} GPUs, the cluster is {cluster.label()}",
-                "for example --cluster 16x4, the one of the publication",
-            )
+        _check_nodes(cluster)
         self.specs = tuple(specs)
         self.apps = apps
         self._cluster = cluster
@@ -81,9 +77,18 @@ def pollux_specs(jobs: Sequence[TraceJob], apps: dict[str, Application], cluster
     """The jobs of a workload file: application, requested GPUs and batch as given there.
 
     Raises:
-        UserError: a job without application or batch, or one that was not measured with them.
+        UserError: a job without application or batch, or one that was not measured with them; nodes that were not.
     """
+    _check_nodes(cluster)
     return tuple(_spec(job, apps, cluster) for job in jobs)
+
+
+def _check_nodes(cluster: ClusterSpec) -> None:
+    if max(cluster.gpus_per_node) > GPUS_PER_NODE:
+        raise UserError(
+            f"the Pollux world was measured on nodes of up to {GPUS_PER_NODE} GPUs, the cluster is {cluster.label()}",
+            "for example --cluster 16x4, the one of the publication",
+        )
 
 
 def _spec(job: TraceJob, apps: dict[str, Application], cluster: ClusterSpec) -> JobSpec:
