@@ -18,8 +18,8 @@ from icefrog.verify import PolicyError, verify
 
 __all__ = ["CandidateSource", "Controller", "ControllerConfig", "PolicyError", "Step", "verify"]
 
-_CHANGES = (ev.JobSubmitted, ev.JobFinished, ev.JobStopped, ev.JobCrashed, ev.CancelRequested)
-"""A job arrived, or left its GPUs."""
+_CHANGES = frozenset({"job_submitted", "job_finished", "job_stopped", "job_crashed", "cancel_requested"})
+"""Kinds of events with which a job arrives, or leaves its GPUs. (Kinds: a class that is not a record's is slow to tell.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Controller:
 
     def _voids(self, event: ev.Event) -> bool:
         """Whether the plan has to be looked at anew: a job arrived, or left its GPUs and somebody might want them."""
-        return isinstance(event, _CHANGES) and not (self._content and isinstance(event, ev.JobFinished))
+        return event.kind in _CHANGES and not (self._content and event.kind == "job_finished")
 
     def handle(self, events: Sequence[ev.Event]) -> Step:
         """Apply ``events`` (in order of time), then decide if one of them calls for it."""
@@ -127,7 +127,7 @@ class Controller:
         due = False
         for event in events:
             self.state.apply(event)
-            if isinstance(event, (ev.Tick, ev.NodeDown, ev.NodeUp)):
+            if event.kind in ("tick", "node_down", "node_up"):
                 due = True
             elif self._voids(event):
                 self._stands_until_s = -math.inf
@@ -148,9 +148,9 @@ class Controller:
     # -- consequences that no policy decides ------------------------------------------------------------------------------
 
     def _consequence(self, event: ev.Event, step: Step) -> None:
-        if isinstance(event, ev.Tick | ev.PlanDecided | ev.NodeDown | ev.NodeUp):
-            return
-        self._settle(self.state.jobs[event.job_id], step)
+        job_id: str | None = getattr(event, "job_id", None)
+        if job_id is not None:
+            self._settle(self.state.jobs[job_id], step)
 
     def _settle(self, job: JobState, step: Step) -> None:
         """What the job's state alone calls for; nothing if that was done already."""

@@ -63,13 +63,14 @@ class SimExecutor:
         now_s = self._clock.now_s()
         for command in commands:
             job = self._jobs[command.job_id]
-            if isinstance(command, ev.Preempt | ev.Stop | ev.Resize) and job.holds:
+            if command.kind in ("preempt", "stop", "resize") and job.holds:
                 self._ready.append(self._stop(job, now_s))
         for command in commands:
             job = self._jobs[command.job_id]
-            if isinstance(command, ev.Start | ev.Resize) and command.attempt > job.attempt:
-                self._ready += self._start(job, command, now_s)
-            elif isinstance(command, ev.Regrant) and command.attempt == job.attempt and job.holds:
+            if command.kind == "start" or command.kind == "resize":
+                if command.attempt > job.attempt:
+                    self._ready += self._start(job, command, now_s)
+            elif command.kind == "regrant" and command.attempt == job.attempt and job.holds:
                 job.advance(now_s)
                 job.regrant(now_s, command.grant)
                 self._retime(job, now_s)
