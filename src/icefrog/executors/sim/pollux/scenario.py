@@ -52,7 +52,8 @@ def pollux_scenario(
     """The scenario, and the facts of its trace for ``summary.json``.
 
     Args:
-        trace: of a Pollux or Sia workload file: jobs with an application and a batch.
+        trace: of a Pollux or Sia workload file: jobs with an application and a batch, in order of submission. (The artifact
+            takes the rows as they stand; all published files are sorted, and ties stay in the order of the file.)
         cluster: nodes of at most four GPUs, all of one type.
         data_dir: the folder that holds ``pollux/<application>/``.
         settings: of the runs; as :func:`pollux_settings` gives them by default.
