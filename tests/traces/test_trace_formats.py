@@ -389,3 +389,20 @@ def test_public_traces(data_dir: Path, name: str, read: int, kept: int, span_s: 
     trace = read_trace(data_dir / name)
     assert (trace.report.read, trace.report.kept) == (read, kept)
     assert 0.97 * span_s < trace.jobs[-1].submit_s < span_s
+
+
+def test_times_beyond_any_log_cost_their_row_only(tmp_path: Path) -> None:
+    header = (
+        "job_id,user,num_gpu,submit_time,iterations,model_name,duration,interval,"
+        "expect_time_list,expect_value_list,best_effort,job_type\n"
+    )
+    rows = ["0,5,30,60", "1,5,1e308,60", "2,1e300,30,60", "3,5,9e9,60", f"4,5,30,{'9' * 400}", "5,9e9,30,60"]
+    lines = [
+        f"{i},u,1,{submit},100,resnet50,{duration},30,{due},10,0,strict\n"
+        for i, submit, duration, due in (row.split(",") for row in rows)
+    ]
+    path = tmp_path / "chronus.csv"
+    path.write_text(header + "".join(lines))
+    trace = read_trace(path)
+    assert [job.job_id for job in trace.jobs] == ["0"]
+    assert (trace.report.read, sum(trace.report.dropped.values())) == (6, 5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from icefrog.traces.rows import Part, Rows, assemble, parts_of
+from icefrog.traces.rows import MAX_S, Part, Rows, assemble, parts_of
 from icefrog.traces.source import Source
 from icefrog.traces.table import Table
 from icefrog.traces.trace import Trace
@@ -37,9 +37,11 @@ def _part(table: Table, first_row: int) -> Part:
     submit_s, duration_s = rows.number("submit_time") * _MINUTE_S, rows.number("duration") * _MINUTE_S
     rows.drop_impossible(submit_s, gpus, duration_s)
     rows.drop("submitted before the start", submit_s < 0)
+    rows.drop("submitted after 317 years", submit_s > MAX_S)
     kind = rows.text("job_type")
     times, worths = _list(rows, "expect_time_list"), _list(rows, "expect_value_list")
     rows.drop("as many rewards as deadlines are needed", times.list.len() != worths.list.len())
+    rows.drop("deadline after 317 years", (times.list.max() * _MINUTE_S > MAX_S).fill_null(False))
     due = (kind != "best").fill_null(True) & times.is_not_null()
     first = times.list.first() * _MINUTE_S
     rows.drop("deadline at the submission", due & (first == 0))

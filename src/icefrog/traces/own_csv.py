@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 import polars as pl
 
 from icefrog.spec import JOB_ID_PATTERN
-from icefrog.traces.rows import build_jobs, rewards_text
+from icefrog.traces.rows import MAX_S, build_jobs, rewards_text
 from icefrog.traces.source import Source
 from icefrog.traces.table import Table, empty_rows, numbers, require, whole_table
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
@@ -53,7 +53,7 @@ def read(source: Source) -> Trace:
         ids,
         submit_s.alias("submit_s"),
         _positive(table, empty, "num_gpus", "a whole number >= 1, at most 1000000", whole=True),
-        _positive(table, empty, "duration_s", "a number of seconds > 0", whole=False),
+        _positive(table, empty, "duration_s", f"a number of seconds > 0, at most {MAX_S:g}", whole=False),
         *_optional(table),
     ]
     frame = pl.DataFrame(columns)
@@ -108,9 +108,9 @@ def _submissions(table: Table, empty: pl.Series) -> tuple[pl.Series, datetime | 
         start = times.min()
         seconds = (times - start).dt.total_microseconds() / 1e6
         return seconds, start if isinstance(start, datetime) else None
-    allowed, hint = "a number of seconds >= 0", "submit_s counts from the start of the trace"
+    allowed, hint = f"a number of seconds >= 0, at most {MAX_S:g}", "submit_s counts from the start of the trace"
     seconds = numbers(table, "submit_s", allowed, hint)
-    require(table, empty | (seconds >= 0), "submit_s", allowed, hint)
+    require(table, empty | ((seconds >= 0) & (seconds <= MAX_S)), "submit_s", allowed, hint)
     row = seconds.arg_min()
     first = times[row] if times is not None and row is not None else None
     if not isinstance(first, datetime) or row is None:
@@ -133,7 +133,7 @@ def _times(table: Table, empty: pl.Series) -> pl.Series:
 def _positive(table: Table, empty: pl.Series, column: str, allowed: str, *, whole: bool) -> pl.Series:
     hint = "GPUs the job asked for" if whole else "service time at that GPU count, without queueing, in seconds"
     values = numbers(table, column, allowed, hint)
-    good = (values >= 1) & (values == values.floor()) & (values <= 1e6) if whole else values > 0
+    good = (values >= 1) & (values == values.floor()) & (values <= 1e6) if whole else (values > 0) & (values <= MAX_S)
     require(table, empty | good, column, allowed, hint)
     return values
 
@@ -152,11 +152,14 @@ def _optional(table: Table) -> list[pl.Series]:
             require(table, text.is_null() | text.str.contains(_REWARDS), name, "seconds:worth;seconds:worth;...", hint)
             columns.append(text)
         else:
-            allowed = "a whole number >= 1" if name in _COUNTS else f"a number {'>=' if name == 'queue_s' else '>'} 0"
+            limit = "a whole number >= 1" if name in _COUNTS else f"a number {'>=' if name == 'queue_s' else '>'} 0"
+            allowed = limit if name in _COUNTS else f"{limit}, at most {MAX_S:g}"
             values = numbers(table, name, allowed, hint)
             good = values >= 0 if name == "queue_s" else values > 0
             if name in _COUNTS:
                 good &= (values == values.floor()) & (values < 2**53)
+            else:
+                good &= values <= MAX_S
             require(table, values.is_null() | good, name, allowed, hint)
             columns.append(values)
     return columns

@@ -23,6 +23,8 @@ from icefrog.traces.trace import ReadReport, Trace, TraceJob
 MISSING = ("None", "none", "NULL", "null", "NaN", "nan", "NA", "N/A", "Unknown", "unknown")
 """How logs write that a value is not known."""
 MAX_GPUS = 1_000_000
+MAX_S = 1e10
+"""The longest time, s (317 years): beyond, a simulation's microseconds are lost in a float."""
 _WHOLE = ("num_gpus", "num_replicas", "batch_size")
 _EPOCH = datetime(1970, 1, 1)
 _STATES = {
@@ -62,10 +64,10 @@ class Rows:
         return text.set(text.is_in(self._missing), None)
 
     def number(self, column: str) -> pl.Series:
-        """A column of finite numbers (float64), null where there is none; rows with anything else are dropped."""
+        """Numbers up to :data:`MAX_S` (float64), null where there is none; rows with anything else are dropped."""
         text = self.text(column)
         value = text.cast(pl.Float64, strict=False)
-        value = value.set(~value.is_finite(), None)
+        value = value.set(~value.is_finite() | (value.abs() > MAX_S), None)
         self.unreadable(column, text, value)
         return value
 
@@ -107,6 +109,7 @@ class Rows:
         self.drop("no duration", duration_s.is_null())
         self.drop("negative duration", duration_s < 0)
         self.drop("0 s long", duration_s == 0)
+        self.drop("longer than 317 years", duration_s > MAX_S)
 
     def part(self, **columns: pl.Series) -> Part:
         """The kept rows with these columns: fields of :class:`TraceJob`, and ``submit_us`` for times with a date."""
