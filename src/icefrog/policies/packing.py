@@ -17,6 +17,7 @@ class Packer:
     def __init__(self, node_gpus: Sequence[int]) -> None:
         self._free = [list(range(size)) for size in node_gpus]
         self._spanned = [False] * len(node_gpus)
+        self._largest = max(node_gpus, default=0)
         self.gpus: dict[str, tuple[GpuId, ...]] = {}
         """What every job has."""
 
@@ -30,18 +31,29 @@ class Packer:
         self._settle(job_id, gpus)
         return True
 
-    def place_all(self, counts: Mapping[str, int], smaller: Callable[[str, int], int | None]) -> None:
+    def place_all(
+        self,
+        counts: Mapping[str, int],
+        smaller: Callable[[str, int], int | None],
+        spans: Callable[[str, int, int], bool] = lambda job_id, count, together: True,
+    ) -> None:
         """Find places, the largest jobs first (of equals in the order given).
 
         A job goes to the fullest node that fits it; if there is none, to the emptiest nodes that no other job spans; if they
-        do not suffice, it shrinks: ``smaller(job, n)`` is its next count below n, None if there is none.
+        do not suffice, it shrinks.
+
+        Args:
+            counts: GPUs of each job.
+            smaller: the job's next count below another, None if there is none.
+            spans: whether ``count`` GPUs over several nodes are worth more to a job than ``together`` on one (asked of jobs
+                that could fit in one).
         """
         for job_id in sorted(counts, key=lambda job_id: -counts[job_id]):
             count: int | None = counts[job_id]
-            while count is not None and not self._place(job_id, count):
+            while count is not None and not self._place(job_id, count, spans):
                 count = smaller(job_id, count)
 
-    def _place(self, job_id: str, count: int) -> bool:
+    def _place(self, job_id: str, count: int, spans: Callable[[str, int, int], bool]) -> bool:
         fits = [node for node, free in enumerate(self._free) if len(free) >= count]
         if fits:
             node = min(fits, key=lambda node: (len(self._free[node]), node))
@@ -49,6 +61,9 @@ class Packer:
             return True
         usable = [node for node, free in enumerate(self._free) if free and not self._spanned[node]]
         if sum(len(self._free[node]) for node in usable) < count:
+            return False
+        together = max(map(len, self._free))
+        if count <= self._largest and together and not spans(job_id, count, together):
             return False
         gpus: list[GpuId] = []
         for node in sorted(usable, key=lambda node: (-len(self._free[node]), node)):

@@ -101,6 +101,7 @@ class Pollux:
             speedups,
             np.array([0, *(counts[at] for at in allowed)]),
             1.0 / (np.array([0.0, *utilities]) + TINY_SPEEDUP),
+            dict(zip(counts, goodputs, strict=True)),
         )
 
 
@@ -113,6 +114,8 @@ class _Offer:
     speedups: Sequence[float]
     counts: IntArray
     costs: FloatArray
+    priced: Mapping[int, float]
+    """Goodput by count, those it may not have yet included."""
 
     def at(self, count: int) -> int:
         """The index of the option with so many GPUs."""
@@ -122,6 +125,19 @@ class _Offer:
         """The next count below, None if there is none."""
         less = self.counts[(self.counts < count) & (self.counts > 0)]
         return int(less.max()) if less.size else None
+
+    def spans(self, count: int, together: int, node_gpus: int) -> bool:
+        """Whether ``count`` GPUs over two nodes promise more than ``together`` on one.
+
+        Candidates price counts of a node on one node. What a second node costs is read off the first count that needs one:
+        the part of twice a node's goodput that two nodes reach.
+        """
+        several = next((n for n in self.priced if n > node_gpus), None)
+        if several is None or node_gpus not in self.priced:
+            return True
+        kept = min(self.priced[several] / (self.priced[node_gpus] * several / node_gpus), 1.0)
+        best = max((goodput for n, goodput in self.priced.items() if n <= together), default=0.0)
+        return self.priced[count] * kept > best
 
 
 def restart_penalty(age_s: float, restart_s: float, num_restarts: int) -> float:
@@ -171,7 +187,12 @@ def _places(offers: Sequence[_Offer], chosen: Sequence[int], snapshot: Snapshot)
         if count and not stays:
             moving[job.job_id] = count
     by_id = {offer.job.job_id: offer for offer in offers}
-    packer.place_all(moving, lambda job_id, count: by_id[job_id].below(count))
+    node_gpus = max(snapshot.node_gpus, default=0)
+    packer.place_all(
+        moving,
+        lambda job_id, count: by_id[job_id].below(count),
+        lambda job_id, count, together: by_id[job_id].spans(count, together, node_gpus),
+    )
     return packer.gpus
 
 
