@@ -87,6 +87,21 @@ def test_a_damaged_result_is_computed_again(tmp_path: Path, damage: str) -> None
     assert json.loads(store.path(planned[0].key).read_text())["key"] == planned[0].key
 
 
+def test_a_result_with_another_number_in_it_is_computed_again(tmp_path: Path) -> None:
+    planned = plan(list(load(tmp_path).cells()))[:1]
+    store = CellStore(tmp_path / "out")
+    run_sweep(planned, store, Fake())
+    path = store.path(planned[0].key)
+    for written, damaged in (('"summary":', '"Summary":'), ('"seed":0', '"seed":8'), ('"}', '0"}')):
+        text = path.read_text()
+        assert written in text
+        path.write_text(damaged.join(text.rsplit(written, 1)))
+        assert store.get(planned[0].key) is None
+        backend = Fake()
+        run_sweep(planned, store, backend)
+        assert len(backend.computed) == 1
+
+
 def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(list(load(tmp_path).cells()))[:1]
     store = CellStore(tmp_path / "out")
