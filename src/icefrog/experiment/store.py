@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,6 +11,9 @@ from typing import Any
 
 from icefrog.errors import UserError
 from icefrog.experiment.cells import SCHEMA, Cell
+
+_SEAL = ',"sha256":"'
+"""Before the last value of a file: the digest of the text before it. A digit that a disk flipped would be believed."""
 
 
 class CellStore:
@@ -33,9 +37,13 @@ class CellStore:
         return self.folder / f"{key}.json"
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """A finished cell's result; None if it is not there, or not readable (it is then run again)."""
+        """A finished cell's result; None if it is not there, or not as it was written (it is then run again)."""
         try:
-            found = json.loads(self.path(key).read_text(encoding="utf-8"))
+            text = self.path(key).read_text(encoding="utf-8")
+            body, _, digest = text.rpartition(_SEAL)
+            if digest != _digest(body) + '"}':
+                return None
+            found = json.loads(text)
         except (OSError, ValueError):
             return None
         whole = isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("key") == key
@@ -44,7 +52,8 @@ class CellStore:
     def put(self, key: str, cell: Cell, result: Mapping[str, Any]) -> None:
         """Write a result: to a temporary file first, so that an interruption leaves no half of one."""
         document = {"schema": SCHEMA, "key": key, "cell": cell.label(), "inputs": cell.inputs(), **result}
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).removesuffix("}")
+        text = f'{body}{_SEAL}{_digest(body)}"}}'
         part = self.folder / f".{key}.{os.getpid()}.part"
         try:
             with part.open("w", encoding="utf-8") as file:
@@ -56,3 +65,7 @@ class CellStore:
             raise UserError(
                 f"cannot write {self.path(key)}: {error.strerror}", "free some space; finished cells are kept"
             ) from error
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
