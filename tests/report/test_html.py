@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_logs import CLUSTER, Log, generate
 
 from icefrog.report import RunRecord, fold, gantt, plots, summarise, summary_document
-from icefrog.report.html import script_json, render
+from icefrog.report.html import render, script_json
 from icefrog.spec import ClusterSpec, Target
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\u2028"

@@ -31,7 +31,9 @@ LINK_BYTES_S = {"intra": 10e9, "inter": 10e9}  # ring over PCIe 3.0 x16 (15.8 GB
 RING_LATENCY_S = 20e-6  # of one collective, per parameter tensor group (layer)
 SHARDED_VOLUME = 1.5  # two all-gathers and a reduce-scatter against one all-reduce
 OVERLAP_GAMMA = 2.0
-FLOP_GAMMA = 0.9  # backward falls less than its FLOPs: the paper's finding (Eq. 6), the figure is ours; one CPU thread: 0.95
+FLOP_GAMMA = (
+    0.9  # backward falls less than its FLOPs: the paper's finding (Eq. 6), the figure is ours; one CPU thread: 0.95
+)
 FLOP_ALPHA_SHARE = 0.5  # half of backward's launch cost stays when layers are frozen
 SYNC_ALPHA_SHARE = 0.05
 CONTEXT_BYTES = 2.0e9  # CUDA context, libraries, cuDNN workspace, allocator slack: a round figure

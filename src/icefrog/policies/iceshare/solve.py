@@ -68,7 +68,9 @@ def solve(
         raise ValueError(f"method must be 'exact' or 'milp', got {method!r}")
     start = clock() if clock else 0.0
     graph = sharing_graph(problem)
-    solution = _by_milp(problem, graph, rho, time_limit_s) if method == "milp" else _exact(problem, graph, rho, tolerance)
+    solution = (
+        _by_milp(problem, graph, rho, time_limit_s) if method == "milp" else _exact(problem, graph, rho, tolerance)
+    )
     verify(problem, solution)
     return replace(solution, solve_s=clock() - start) if clock else solution
 
