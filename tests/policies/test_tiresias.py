@@ -7,6 +7,8 @@ import math
 import pytest
 from stage import Role, Stage
 
+from icefrog.errors import UserError
+from icefrog.policies import make_policy
 from icefrog.policies.gittins import GittinsIndex
 
 SECONDS = 1.0 / 3600.0  # in GPU-hours, on one GPU
@@ -70,3 +72,9 @@ def test_jobs_that_have_left_are_not_remembered() -> None:
     stage.decide()
     memory = stage.plans[-1].memory
     assert {job_id for queue in memory["later"] for job_id in queue} | set(memory["forgiven"]) <= there
+
+
+@pytest.mark.parametrize("hours", [(), "", (0,), (4, 1), (math.inf,)])
+def test_thresholds_that_make_no_queues_are_refused(hours: object) -> None:
+    with pytest.raises(UserError, match="thresholds_gpu_h"):
+        make_policy("tiresias", {"thresholds_gpu_h": hours})

@@ -58,7 +58,9 @@ class Tiresias:
         """Knobs of ``tiresias``."""
 
         thresholds_gpu_h: Numbers = Field(
-            default=(16.0,), description="GPU-hours at which a job goes on to the next queue, ascending: 16 or 1,4,16"
+            default=(16.0,),
+            description="GPU-hours at which a job goes on to the next queue, ascending: 16 or 1,4,16",
+            min_length=1,
         )
         index: Literal["las", "gittins"] = Field(
             default="las", description="order within a queue: las (arrival), gittins"
