@@ -20,6 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 TINY_SPEEDUP = 1e-3
 """Added to every job's speed-up, so that one that waits does not make the mean of all zero."""
+_TRIES = 3
 _WAITS = "waits: by the fitness of all jobs together others make more of the GPUs"
 _NO_OPTION = "waits: no configuration of it fits this cluster"
 
@@ -66,14 +67,13 @@ class Pollux:
             options = _tidy(candidates.get(job.job_id, ()), max(snapshot.node_gpus, default=0))
             if options:
                 offers.append(self._offer(job, options, snapshot.now_s, fair, scale, most.get(job.job_id, 0)))
-        chosen = knapsack([(offer.counts, offer.costs) for offer in offers], snapshot.num_gpus)
-        gpus = _places(offers, chosen, snapshot)
+        gpus = _allocate(offers, snapshot)
         reasons = dict.fromkeys((job.job_id for job in snapshot.jobs), _NO_OPTION)
         choices: dict[str, Candidate] = {}
         for offer in offers:
             job_id = offer.job.job_id
             if job_id in gpus:
-                at = offer.at(len(gpus[job_id]))
+                at = offer.at(len(gpus[job_id])) - 1
                 choices[job_id] = offer.options[at]
                 reasons[job_id] = _why(choices[job_id], offer.speedups[at])
             else:
@@ -118,8 +118,8 @@ class _Offer:
     """Goodput by count, those it may not have yet included."""
 
     def at(self, count: int) -> int:
-        """The index of the option with so many GPUs."""
-        return int(np.flatnonzero(self.counts == count)[0]) - 1
+        """The entry with so many GPUs."""
+        return int(np.searchsorted(self.counts, count))
 
     def below(self, count: int) -> int | None:
         """The next count below, None if there is none."""
@@ -176,6 +176,24 @@ def knapsack(jobs: Sequence[tuple[IntArray, FloatArray]], num_gpus: int) -> list
         chosen.append(at)
         left -= int(counts[at])
     return chosen[::-1]
+
+
+def _allocate(offers: Sequence[_Offer], snapshot: Snapshot) -> Mapping[str, tuple[GpuId, ...]]:
+    """Solve and place; where jobs had to shrink, again with what they got as their most, so that others use what is left."""
+    limits = [len(offer.counts) for offer in offers]
+    best: tuple[float, Mapping[str, tuple[GpuId, ...]]] = (math.inf, {})
+    for _ in range(_TRIES):
+        problem = [(o.counts[:limit], o.costs[:limit]) for o, limit in zip(offers, limits, strict=True)]
+        chosen = knapsack(problem, snapshot.num_gpus)
+        gpus = _places(offers, chosen, snapshot)
+        placed = [offer.at(len(gpus.get(offer.job.job_id, ()))) for offer in offers]
+        cost = sum(float(offer.costs[at]) for offer, at in zip(offers, placed, strict=True))
+        if cost < best[0]:
+            best = cost, gpus
+        if placed == chosen:
+            break
+        limits = [at + 1 if at != wanted else limit for at, wanted, limit in zip(placed, chosen, limits, strict=True)]
+    return best[1]
 
 
 def _places(offers: Sequence[_Offer], chosen: Sequence[int], snapshot: Snapshot) -> Mapping[str, tuple[GpuId, ...]]:

@@ -16,7 +16,7 @@ from icefrog.profile import FloatArray
 Where: TypeAlias = tuple[int, int, int]
 """(nodes, GPUs, local batch)."""
 Row: TypeAlias = tuple[int, int, int, float, float]
-"""(nodes, GPUs, local batch, compute time, step time)."""
+"""(nodes, GPUs, local batch, logarithms of the compute time and of the step time in s)."""
 
 _SMALLEST = 1e-8
 _START = PerfParams(0.1, 0.01, 0.1, 0.01, 0.1, 0.01, 1.001)
@@ -38,7 +38,8 @@ def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None, *, 
         start: an earlier fit, where a second search begins: the loss has more than one valley.
         only_there: search there alone: little is new.
     """
-    rows = [(*where, times[0] - times[1], times[0]) for where, times in seen.items()]
+    compute_s = [step_s - sync_s for step_s, sync_s in seen.values()]
+    rows = [log_row(where, times) for where, times in seen.items()]
     several = any(gpus > 2 for _, gpus, _ in seen)
     nodes, local = any(n > 1 for n, _, _ in seen), any(n == 1 and gpus > 1 for n, gpus, _ in seen)
     free = [len({m for _, _, m in seen}) > 1, True, nodes, nodes and several, local, local and several, True]
@@ -50,13 +51,19 @@ def fit_params(seen: Mapping[Where, Times], start: PerfParams | None = None, *, 
         vector += _sync_start(first.alpha_local, first.beta_local, local, several)
         vector.append(first.gamma)
         if not free[0]:
-            vector[0] = sum(row[3] for row in rows) / len(rows) / 2.0
+            vector[0] = sum(compute_s) / len(compute_s) / 2.0
         tries.append(_descend(vector, rows, [index for index in range(7) if free[index]]))
     found = min(tries, key=lambda one: one[0])[1]
     if not nodes:
         found[2] = max(found[2], UNSEEN_NODE_OVER_LOCAL * found[4])
         found[3] = max(found[3], UNSEEN_NODE_OVER_LOCAL * found[5])
     return PerfParams(*found)
+
+
+def log_row(where: Where, times: Times) -> Row:
+    """A measured step as :func:`loss` wants it."""
+    step_s, sync_s = times
+    return (*where, math.log(step_s - sync_s), math.log(step_s))
 
 
 def _sync_start(alpha: float, beta: float, known: bool, several: bool) -> list[float]:
@@ -111,16 +118,16 @@ def loss(vector: Sequence[float], rows: Sequence[Row]) -> tuple[float, list[floa
 
     Args:
         vector: in the order of :class:`PerfParams`.
-        rows: (nodes, GPUs, local batch, compute time, step time).
+        rows: what was measured.
     """
     alpha_c, beta_c, alpha_n, beta_n, alpha_l, beta_l, gamma = vector
     square_c = square_t = 0.0
     slope_c = [0.0, 0.0]
     slope_t = [0.0] * 7
-    for nodes, gpus, m, compute_s, step_s in rows:
+    for nodes, gpus, m, log_compute_s, log_step_s in rows:
         compute = alpha_c + beta_c * m
         log_compute = math.log(compute)
-        error_c = log_compute - math.log(compute_s)
+        error_c = log_compute - log_compute_s
         square_c += error_c * error_c
         slope_c[0] += error_c / compute
         slope_c[1] += error_c * m / compute
@@ -132,7 +139,7 @@ def loss(vector: Sequence[float], rows: Sequence[Row]) -> tuple[float, list[floa
         ratio = math.exp(gamma * (low - high))
         log_sum = gamma * high + math.log1p(ratio)
         share = (1.0 if log_compute > log_sync else ratio) / (1.0 + ratio)
-        error_t = log_sum / gamma - math.log(step_s)
+        error_t = log_sum / gamma - log_step_s
         square_t += error_t * error_t
         slope_t[0] += error_t * share / compute
         slope_t[1] += error_t * share * m / compute
