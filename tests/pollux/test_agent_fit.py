@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from invented import application
 
 from icefrog.executors.sim.pollux.application import LocalBatch
-from icefrog.executors.sim.pollux.fit import fit_params, loss
+from icefrog.executors.sim.pollux.fit import fit_params, log_row, loss
 from icefrog.executors.sim.pollux.goodput import BatchGrid, PerfParams, best_batches
 
 TRUE = PerfParams(0.05, 0.002, 0.08, 0.004, 0.03, 0.002, 1.6)
@@ -27,7 +27,7 @@ SEEN = {where: times(*where) for where in [(1, 1, 32), (1, 1, 64), (1, 2, 48), (
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6), st.floats(1.1, 5.0))
 def test_the_gradient_of_the_loss(values: list[float], gamma: float) -> None:
-    rows = [(*where, step - sync, step) for where, (step, sync) in SEEN.items()]
+    rows = [log_row(where, measured) for where, measured in SEEN.items()]
     vector = [*values, gamma]
     _, slope = loss(vector, rows)
     for index in range(7):
