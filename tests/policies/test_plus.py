@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from icefrog.policies import make_policy
@@ -61,3 +63,12 @@ def test_optimus_plus_deals_out_what_packing_leaves() -> None:
     alone = make_policy("optimus+", {"share": False}).decide(snapshot(5, 4), {f"j{i}": options() for i in range(5)})
     assert not alone.pairs
     assert len(alone.choices) == 4
+
+
+@pytest.mark.parametrize("name", ["pollux", "pollux+"])
+@pytest.mark.parametrize("knobs", [{}, {"max_growth": "inf"}])
+def test_pollux_lets_no_job_wait_beside_idle_gpus_when_it_arrives(name: str, knobs: dict[str, str]) -> None:
+    arrived = snapshot(1, 4)
+    arrived = replace(arrived, now_s=arrived.jobs[0].submit_s)
+    plan = make_policy(name, knobs).decide(arrived, {job.job_id: options() for job in arrived.jobs})
+    assert set(plan.choices) == {job.job_id for job in arrived.jobs}

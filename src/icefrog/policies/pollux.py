@@ -23,6 +23,7 @@ TINY_SPEEDUP = 1e-3
 _TRIES = 3
 _WAITS = "waits: by the fitness of all jobs together others make more of the GPUs"
 _NO_OPTION = "waits: no configuration of it fits this cluster"
+_LEAST_AGE_S = 1.0
 
 
 class Pollux:
@@ -86,9 +87,10 @@ class Pollux:
         goodputs = [option.estimate.effective_progress for option in options]
         counts = [option.config.num_gpus for option in options]
         base_goodput = float(np.interp(fair, counts, goodputs))
-        limit = max(self.options.max_growth * most, counts[0])
+        limit = max(self.options.max_growth * most, counts[0]) if most else counts[0]
         allowed = [at for at, count in enumerate(counts) if count <= limit or (job.running and count == job.num_gpus)]
-        penalty = restart_penalty(now_s - job.submit_s, job.restart_s, job.num_restarts)
+        # Decided on at the very moment of its arrival a job would be worth nothing, and wait beside idle GPUs.
+        penalty = restart_penalty(max(now_s - job.submit_s, _LEAST_AGE_S), job.restart_s, job.num_restarts)
         held = job.num_gpus if job.running and not job.shared else 0
         speedups = [goodputs[at] / base_goodput for at in allowed]
         utilities = [
