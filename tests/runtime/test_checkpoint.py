@@ -66,7 +66,7 @@ def test_stopped_and_resumed_is_bit_equal_to_never_stopped(tmp_path: Path, stop_
             assert torch.equal(resumed_optimizer.state[mine][key], value)
     assert resumed.frozen_layers == whole.frozen_layers == 1
     # With one rank the statistics miss one step after a resume (the gradient before it is not saved).
-    assert resumed.effective_samples == pytest.approx(whole.effective_samples, rel=0.02)
+    assert resumed.effective_samples == pytest.approx(whole.effective_samples, rel=0.03)
     assert resumed._at.step == whole._at.step
     assert resumed_optimizer.param_groups[0]["lr"] == whole_optimizer.param_groups[0]["lr"]
     assert resumed._engine.tracker.variance == pytest.approx(whole._engine.tracker.variance, rel=0.3)
