@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from icefrog.runtime.deciding import Guards as Guards
-    from icefrog.runtime.elastic import Decision as Decision
+    from icefrog.runtime.decision import Decision as Decision
+    from icefrog.runtime.decision import Stopped as Stopped
     from icefrog.runtime.elastic import LayerElastic as LayerElastic
-    from icefrog.runtime.elastic import Stopped as Stopped
     from icefrog.runtime.sampler import ElasticSampler as ElasticSampler
     from icefrog.runtime.wrapping import DivergenceError as DivergenceError
 
 __all__ = ["Decision", "DivergenceError", "ElasticSampler", "Guards", "LayerElastic", "Stopped"]
 
 _HOME = {
-    "Decision": "elastic",
+    "Decision": "decision",
     "DivergenceError": "wrapping",
     "ElasticSampler": "sampler",
     "Guards": "deciding",
     "LayerElastic": "elastic",
-    "Stopped": "elastic",
+    "Stopped": "decision",
 }
 
 

@@ -6,7 +6,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from icefrog.profile import Profile
 from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
+from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
@@ -30,26 +30,6 @@ from icefrog.runtime.stepping import StepGate
 from icefrog.runtime.wrapping import World, check_in_step
 from icefrog.spec import Target
 from icefrog.types import Config
-
-
-class Stopped(SystemExit):
-    """Raised at a step boundary, after a checkpoint, when the executor asked the job to stop. Exit code 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What was decided, in force from the next step on."""
-
-    frozen_layers: int
-    psi: float
-    effective_progress: float  # E, full-layer samples/s; 0 before the first measured step
-    reason: str
-    effective_samples: float
-    metric: float | None
-    done: bool  # the target is reached, or P0 is used up
 
 
 class LayerElastic:

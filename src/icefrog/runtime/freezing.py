@@ -110,8 +110,8 @@ class Freezer:
         prefix = [module for module, last in self._last_user.items() if last < depth]
         for module in dict.fromkeys([*prefix, *self._holds]):
             self._handles.append(module.register_forward_pre_hook(self._enter))
-        for root in dict.fromkeys(root for layer in self.layers[:depth] for root in layer.modules):
-            if self._last_user[root] < depth and any(True for _ in root.parameters()):
+        for root in self.prefix_roots():
+            if any(True for _ in root.parameters()):
                 self._handles.append(root.register_forward_hook(self._detach_output))
 
     def __deepcopy__(self, _memo: Any) -> Freezer:

@@ -17,7 +17,7 @@ import hashlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class PrefixCache:
         self._store: RowStore | None = None
         self._kind = ""
         self._depth = 0
+        self._watched: list[torch.Tensor] = []
         self._versions = -1
         self._stale = True
         self._roots: list[nn.Module] = []
@@ -111,11 +112,12 @@ class PrefixCache:
     def _settle(self) -> None:
         """Make the store that of the present prefix; whatever is still right stays."""
         freezer = self._freezer()
-        versions = sum(tensor._version for tensor in freezer.prefix_tensors())
-        if not self._stale and freezer.frozen_layers == self._depth and versions == self._versions:
+        moved = self._stale or freezer.frozen_layers != self._depth
+        if not moved and _versions(self._watched) == self._versions:
             return
         kind = freezer.prefix_digest()
-        self._stale, self._versions = False, versions
+        self._watched = freezer.prefix_tensors()
+        self._stale, self._versions = False, _versions(self._watched)
         if freezer.frozen_layers == self._depth and kind == self._kind:
             return
         self._drop_store()
@@ -285,6 +287,11 @@ class PrefixCache:
 
 
 _MISSING: Any = object()
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> int:
+    """Grows with every change in place."""
+    return sum(tensor._version for tensor in tensors)
 
 
 def _hands_on(value: Any) -> Callable[..., Any]:
