@@ -6,7 +6,7 @@ log's own ``duration`` and ``queue`` follow from the times and are not read.
 
 from __future__ import annotations
 
-from icefrog.traces.rows import Part, Rows, assemble, parts_of, served, state_of
+from icefrog.traces.rows import Part, Rows, assemble, gpu_jobs, parts_of
 from icefrog.traces.source import Source
 from icefrog.traces.table import Table
 from icefrog.traces.trace import Trace
@@ -29,18 +29,7 @@ def read(source: Source) -> Trace:
 
 def _part(table: Table, first_row: int) -> Part:
     rows = Rows(table, first_row)
-    gpus = rows.count("gpu_num")
-    submit, start, end = (rows.time(name, *FORMATS) for name in ("submit_time", "start_time", "end_time"))
-    rows.drop("CPU job (0 GPUs)", gpus == 0)
-    duration_s, queue_s = served(rows, submit, start, end)
-    rows.drop_impossible(submit, gpus, duration_s)
     return rows.part(
-        job_id=rows.text("job_id"),
-        submit_us=submit,
-        num_gpus=gpus,
-        duration_s=duration_s,
-        user=rows.text("user"),
+        **gpu_jobs(rows, FORMATS),
         vc=rows.text("vc"),
-        state=state_of(rows.text("state")),
-        queue_s=queue_s,
     )

@@ -133,6 +133,24 @@ def served(rows: Rows, submit: pl.Series, start: pl.Series, end: pl.Series) -> t
     return (end - start) / 1e6, queue_s.set((queue_s < 0).fill_null(False), None)
 
 
+def gpu_jobs(rows: Rows, formats: Sequence[str]) -> dict[str, pl.Series]:
+    """The columns that the logs of Helios and Acme have in common; rows that were no GPU job or never ran are dropped."""
+    gpus = rows.count("gpu_num")
+    submit, start, end = (rows.time(name, *formats) for name in ("submit_time", "start_time", "end_time"))
+    rows.drop("CPU job (0 GPUs)", gpus == 0)
+    duration_s, queue_s = served(rows, submit, start, end)
+    rows.drop_impossible(submit, gpus, duration_s)
+    return {
+        "job_id": rows.text("job_id"),
+        "submit_us": submit,
+        "num_gpus": gpus,
+        "duration_s": duration_s,
+        "user": rows.text("user"),
+        "state": state_of(rows.text("state")),
+        "queue_s": queue_s,
+    }
+
+
 def tally(lost: dict[str, int], reason: str, number: int) -> None:
     """Count dropped rows, if there are any."""
     if number:
