@@ -223,12 +223,6 @@ def test_no_batch_size_is_an_error() -> None:
         optimizer.step()
 
 
-def test_accumulation_with_a_grad_scaler_is_refused() -> None:
-    model = models.mlp()
-    with pytest.raises(UserError, match="GradScaler"):
-        LayerElastic(model, torch.optim.SGD(model.parameters()), accum_steps=2, grad_scaler=object(), env={})
-
-
 def test_close_gives_the_optimizer_back() -> None:
     elastic, optimizer = make()
     elastic.close()

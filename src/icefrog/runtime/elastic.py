@@ -16,6 +16,7 @@ from icefrog.errors import UserError
 from icefrog.profile import Profile
 from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
+from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
@@ -52,7 +53,7 @@ class LayerElastic:
         guards: see :class:`~icefrog.runtime.deciding.Guards`; ``Guards(0, 0, 0, 0)`` is the paper's plain argmax.
         stats_every: measure gradient statistics each n-th step.
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
-        grad_scaler: the GradScaler in use, so that statistics are of un-scaled gradients.
+        grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
         ddp_options: further arguments of DistributedDataParallel.
         name: of the profile; default: the executor's job id.
@@ -89,11 +90,6 @@ class LayerElastic:
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
         accum = accum_steps or (grant.accum_steps if grant else 1)
-        if grad_scaler is not None and accum > 1:
-            raise UserError(
-                "gradient accumulation cannot be combined with a GradScaler: it would un-scale the same gradient again",
-                "use bfloat16 autocast, which needs no scaler, or accum_steps=1",
-            )
         self._reporter = Reporter(self.agent)
         self.optimizer = optimizer
         self.rule: str = rule or (grant.rule if grant else "tuner")
@@ -103,12 +99,13 @@ class LayerElastic:
         self.tune_every_steps = tune_every_steps
         self.checkpoint_every_steps = checkpoint_every_steps
         self._world = World(next(model.parameters()).device)
+        self._scaler = ScalerGate(grad_scaler, optimizer, self._world) if grad_scaler is not None else None
         options = EngineOptions(
             name=name or self.agent.job_id or type(model).__name__,
             accum_steps=accum,
             stats_every=stats_every,
             precondition=precondition,
-            grad_scaler=grad_scaler,
+            grad_scaler=self._scaler,
             max_grad_norm=max_grad_norm,
             ddp_options=ddp_options or {},
         )
@@ -118,6 +115,9 @@ class LayerElastic:
         self._at = Counters(samples_per_epoch=samples_per_epoch)
         self._max_epochs: int | None = grant.max_epochs if grant else None
         self._registered: dict[str, Stateful] = {}
+        if self._scaler is not None:
+            self._scaler.attach(self._gate)
+            self._registered["grad_scaler"] = self._scaler
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
         self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
         self._finished = False
@@ -290,18 +290,24 @@ class LayerElastic:
 
     def _on_micro(self, micro: int) -> None:
         self.stepped = False
+        if self._scaler is None and self._at.step == 0:
+            refuse_unknown_scaler()
         self._engine.micro_step(micro, self._at.cursor)
 
-    def _on_step(self, real_step: Callable[[], Any]) -> Any:
-        """The step boundary: everything that must happen on all ranks at the same step happens here."""
+    def _on_step(self, real_step: Callable[[], Any] | None) -> Any:
+        """The step boundary: everything that must happen on all ranks at the same step happens here.
+
+        Without a ``real_step`` (its gradient is not finite) the samples are gone for this epoch, but count as no progress.
+        """
         wishes = Wishes(self.agent.stop_requested(), self._world.rank == 0 and self.agent.refresh_grant())
         result, samples, agreed = self._engine.step(real_step, wishes)
-        self.stepped = True
+        self.stepped = real_step is not None
         at = self._at
-        at.step += 1
-        at.samples += samples
         at.epoch_samples += samples
-        at.effective_samples += self._engine.psi * samples
+        if real_step is not None:
+            at.step += 1
+            at.samples += samples
+            at.effective_samples += self._engine.psi * samples
         if self._engine.sampler is not None:
             at.cursor += samples
         self._engine.move_waiting()
@@ -310,14 +316,14 @@ class LayerElastic:
         self._warn_of([])
         if agreed.regrant:
             self._enter_bounds()
-        if self.tune_every_steps and at.step % self.tune_every_steps == 0:
+        if self.stepped and self.tune_every_steps and at.step % self.tune_every_steps == 0:
             self._decide()
             self._engine.timer.reset()
         self._engine.prepare(at.cursor)
         if agreed.stop:
             self._save()
             self._leave()
-        if self.checkpoint_every_steps and at.step % self.checkpoint_every_steps == 0:
+        if self.stepped and self.checkpoint_every_steps and at.step % self.checkpoint_every_steps == 0:
             self._save()
             self._engine.timer.reset()
         return result
@@ -432,7 +438,7 @@ class LayerElastic:
         Raises:
             UserError: the state is of a model with other layers, or the optimizer holds other parameters.
         """
-        self._gate.micro = 0
+        self._gate.restart()
         self._at = saving.unpack(state, self._engine, self._decider, self._registered)
 
     def _save(self) -> None:
@@ -492,5 +498,7 @@ class LayerElastic:
         """Give the optimizer its own ``step`` back, and leave the process group if it was started here."""
         if self._engine.cache is not None:
             self._engine.cache.close()
+        if self._scaler is not None:
+            self._scaler.close()
         self._gate.close()
         self._world.close()

@@ -338,6 +338,7 @@ class Engine:
                 self._set_weight(following, cursor)
         elif self.world.size == 1 and last > 0:
             self._scale_grads(samples / self._step_samples)
+            self.statistics.mean_is_ready()
         if self.wrapper is not None and micro == last and last > 0:
             self.wrapper.set_sync(False)
 
@@ -368,8 +369,12 @@ class Engine:
                 if param.grad is not None:
                     param.grad.mul_(factor)
 
-    def step(self, real_step: Callable[[], Any], wishes: Wishes) -> tuple[Any, int, Wishes]:
+    def step(self, real_step: Callable[[], Any] | None, wishes: Wishes) -> tuple[Any, int, Wishes]:
         """Collective. One optimizer step: statistics, then the step itself.
+
+        Args:
+            real_step: the optimizer's; None: the gradient is not finite on some rank, so nothing is measured and done.
+            wishes: of this rank.
 
         Returns:
             (what the optimizer returned, M of this step in samples, the wishes of any rank).
@@ -384,7 +389,12 @@ class Engine:
                 "cannot tell the batch size from the model's input",
                 "pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
             )
+        if real_step is None:
+            self.statistics.skip()
         total, agreed = self._observe(wishes)
+        if real_step is None:
+            self.timer.reset()
+            return None, total, agreed
         if self.options.max_grad_norm is not None:
             live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(live, self.options.max_grad_norm)

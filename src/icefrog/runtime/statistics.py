@@ -124,7 +124,9 @@ class Statistics:
         self._now: dict[int, torch.Tensor] = {}
         self._last: dict[int, torch.Tensor] = {}
         self._last_samples = 0
+        self._last_scale = 1.0  # loss scale of ``_last``
         self._micro = torch.zeros(0)
+        self._mean: FloatArray | None = None  # |g|^2 by layer of the averaged micro-steps
         self._handles: list[RemovableHandle] = []
         if self.replicas == 1:
             self._handles = [on_gradient(param, self._copy) for param in self.params]
@@ -142,11 +144,12 @@ class Statistics:
         self._now.clear()
         self._last.clear()
         self._micro = torch.zeros(self.num_layers, dtype=torch.float64)
+        self._mean = None
         self._missing = False
         self._plan()
 
     def skip(self) -> None:
-        """The step in progress cannot be measured: part of it was not seen."""
+        """The step in progress cannot be measured: part of it was not seen, or is not finite."""
         self._missing = True
 
     def _plan(self) -> None:
@@ -187,7 +190,7 @@ class Statistics:
         if scales is None:
             return None
         now = [_wide(g) for g in self._scaled([self._now[id(p)] for p in pairs], scales)]
-        last = [_wide(g) for g in self._scaled([self._last[id(p)] for p in pairs], scales)]
+        last = [_wide(g) for g in self._scaled([self._last[id(p)] for p in pairs], scales, self._last_scale)]
         diff = self._by_layer(pairs, [torch.sum((n - b) ** 2) for n, b in zip(now, last, strict=True)])
         dot = self._by_layer(pairs, [torch.sum(n * b) for n, b in zip(now, last, strict=True)])
         return StepStatistics(*successive_estimate(_array(diff), _array(dot), samples))
@@ -241,6 +244,15 @@ class Statistics:
         for held in self._last.values():
             held.mul_(factor)
 
+    def mean_is_ready(self) -> None:
+        """The accumulated gradient is the average now; not yet un-scaled or clipped (single process)."""
+        if not self.due or self._missing:
+            return
+        live = [p for p in self.params if p.requires_grad and p.grad is not None]
+        scales = self._scales(live)
+        if scales is not None:
+            self._mean = _array(self._sqr_norms(live, [p.grad for p in live if p.grad is not None], scales))
+
     # --- common
 
     def local(self, samples: int) -> torch.Tensor:
@@ -256,16 +268,17 @@ class Statistics:
             weighted: sum over ranks of :meth:`local`, shape (L,), where there are several ranks.
             total_samples: M.
         """
-        result = self._finish(weighted, total_samples) if self.due else None
+        result = self._finish(weighted, total_samples) if self.due and not self._missing else None
         self._step += 1
         self._before.clear()
         self._after.clear()
-        self._missing = False
         self._micro.zero_()
-        if self.replicas == 1:
+        self._mean = None
+        missing, self._missing = self._missing, False
+        if self.replicas == 1 and not missing:
             if self.capture:
                 self._last, self._now = self._now, self._last
-                self._last_samples = total_samples
+                self._last_samples, self._last_scale = total_samples, self.loss_scale()
         else:
             self._last.clear()
         self._plan()
@@ -274,21 +287,14 @@ class Statistics:
     def _finish(self, weighted: FloatArray | None, total: int) -> StepStatistics | None:
         if self.replicas == 1:
             return self._successive(total)
-        if self._missing:
-            return None
         if self.world.size > 1:
             if weighted is None or not self._after or not np.all(np.isfinite(weighted)):
                 return None
             mean = _array(torch.stack([t.double().cpu() for t in self._after.values()]).sum(0))
         else:
-            live = [p for p in self.params if p.requires_grad and p.grad is not None]
-            scales = self._scales(live)
-            if scales is None:
+            if self._mean is None:
                 return None
-            grads = [p.grad for p in live if p.grad is not None]
-            mean = _array(self._sqr_norms(live, grads, scales))
-            weighted = _array(self._micro)
-        assert weighted is not None
+            mean, weighted = self._mean, _array(self._micro)
         # Every replica is given the weighted mean of |g_r|^2: the estimate depends on that mean alone.
         rows = np.tile(weighted / total, (self.replicas, 1))
         samples = np.full(self.replicas, total / self.replicas)
@@ -306,9 +312,11 @@ class Statistics:
             scales.append(scale)
         return scales
 
-    def _scaled(self, grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _scaled(
+        self, grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], loss_scale: float | None = None
+    ) -> list[torch.Tensor]:
         """Un-scaled (AMP) and, where the optimizer does so, preconditioned."""
-        unscale = 1.0 / self.loss_scale()
+        unscale = 1.0 / (loss_scale or self.loss_scale())
         plain = list(grads) if unscale == 1.0 else [grad * unscale for grad in grads]
         return [grad / scale for scale, grad in zip(scales, plain, strict=True)] if scales else plain
 

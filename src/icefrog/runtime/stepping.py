@@ -21,7 +21,8 @@ class StepGate:
         optimizer: its ``step`` and ``zero_grad`` are replaced on the object until :meth:`close`.
         accum_steps: k.
         on_micro: called after each micro-step's backward, with its index 0..k-1.
-        on_step: called at each step boundary with the real step as a function; returns what ``step`` returns.
+        on_step: called at each step boundary with the real step as a function; returns what ``step`` returns. None instead
+            of a function: the gradient is not finite (mixed precision), and there is no step.
     """
 
     def __init__(
@@ -29,11 +30,12 @@ class StepGate:
         optimizer: torch.optim.Optimizer,
         accum_steps: int,
         on_micro: Callable[[int], None],
-        on_step: Callable[[Callable[[], Any]], Any],
+        on_step: Callable[[Callable[[], Any] | None], Any],
     ) -> None:
         self.optimizer = optimizer
         self.accum_steps = accum_steps
         self.micro = 0  # micro-steps done since the last real step
+        self._ended = False  # the backward of the micro-step in progress is over, and that was said
         self._on_micro = on_micro
         self._on_step = on_step
         self._step = optimizer.step
@@ -63,12 +65,32 @@ class StepGate:
             with torch.enable_grad():
                 ready = [closure()]
             args, kwargs = args[1:], {**kwargs, "closure": lambda: ready.pop() if ready else closure()}
-        self._on_micro(self.micro)
-        self.micro += 1
-        if self.micro < self.accum_steps:
-            return None
-        self.micro = 0
-        return self._on_step(lambda: self._step(*args, **kwargs))
+        return self._next(lambda: self._step(*args, **kwargs))
+
+    @property
+    def at_last_micro(self) -> bool:
+        """Whether the next call steps."""
+        return self.micro == self.accum_steps - 1
+
+    def end_micro(self) -> None:
+        """The micro-step's backward is over: its gradients are final, whatever is done to them before the step."""
+        if not self._ended:
+            self._ended = True
+            self._on_micro(self.micro)
+
+    def skip(self) -> None:
+        """In place of the last micro-step's ``optimizer.step()``: the gradient is not finite."""
+        self._next(None)
+
+    def _next(self, real_step: Callable[[], Any] | None) -> Any:
+        self.end_micro()
+        self._ended = False
+        self.micro = (self.micro + 1) % self.accum_steps
+        return self._on_step(real_step) if self.micro == 0 else None
+
+    def restart(self) -> None:
+        """Training goes on from another state: what was accumulated is gone."""
+        self.micro, self._ended = 0, False
 
     def close(self) -> None:
         """Give the optimizer its own methods back."""
