@@ -247,6 +247,8 @@ class Controller:
             for job_id in unsaid:
                 if job_id not in plan.choices and job_id not in plan.reasons and _is_told(active[job_id], common):
                     reasons[job_id] = common
+        if len(reasons) > 1:  # a policy may have gathered them in a set, whose order is not the same in every process
+            reasons = {job_id: reasons[job_id] for job_id in sorted(reasons, key=lambda job_id: active[job_id].place)}
         if plan.keeps:
             gpus_granted, num_running = num_granted(snapshot, plan, allocation)
         else:

@@ -284,26 +284,26 @@ SCRIPT = """
 import sys; sys.path.insert(0, {here!r})
 from pathlib import Path
 from worlds import workload
-from icefrog.profile import FloatArray, OccupancyParams
+from icefrog.policies import policy_names
 from icefrog.simulate import SimSettings, icefrog_scenario, simulate
 from icefrog.testing.builders import cluster
-w, settings = workload(15), SimSettings(seed=3)
+w, settings = workload(30), SimSettings(seed=3)
 scenario = icefrog_scenario(w.specs, w.profiles, w.curves, cluster(2, 4), settings)
-for policy in ("fifo", "srtf", "icefrog"):
+for policy in policy_names():
     simulate(scenario, policy, None, settings, Path(sys.argv[1]))
 """
 
 
 def test_same_seed_same_bytes_in_this_process_and_under_any_hash_seed(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
-    folders = [tmp_path / str(index) for index in range(3)]
-    for folder, hash_seed in zip(folders, ("0", "1", "1"), strict=True):
+    folders = [tmp_path / str(index) for index in range(2)]
+    for folder, hash_seed in zip(folders, ("0", "1"), strict=True):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         subprocess.run([sys.executable, "-c", SCRIPT.format(here=here), str(folder)], check=True, env=env)
-    for policy in ("fifo", "srtf", "icefrog"):
+    for policy in policy_names():
         logs = [(folder / policy / "events.jsonl").read_bytes() for folder in folders]
-        assert logs[0] == logs[1] == logs[2]
-    work, settings = workload(15), SimSettings(seed=3)
+        assert logs[0] == logs[1]
+    work, settings = workload(30), SimSettings(seed=3)
     scenario = icefrog_scenario(work.specs, work.profiles, work.curves, cluster(2, 4), settings)
     result = simulate(scenario, "icefrog", None, settings, tmp_path / "again")
     assert result.events_path is not None
