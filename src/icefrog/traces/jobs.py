@@ -8,16 +8,18 @@ and one job's draw does not depend on the others.
 from __future__ import annotations
 
 import math
-import zlib
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from icefrog.copying import copied
 from icefrog.errors import UserError
-from icefrog.rng import generator, pick
-from icefrog.spec import BatchRule, FreezeRule, JobSpec
+from icefrog.rng import Streams, pick
+from icefrog.spec import JOB_ID_PATTERN, BatchRule, FreezeRule, JobSpec
 from icefrog.traces.rows import rewards_text
 from icefrog.traces.trace import ReadReport, Trace, TraceJob
 from icefrog.workloads.catalogue import Catalogue, Workload
@@ -73,9 +75,9 @@ def to_specs(
         raise UserError(
             f"every job of the trace asks for more than {max_gpus} GPUs", "give a larger cluster or another window"
         )
-    freeze = FreezeRule(max_fraction=max_fraction)
-    specs = tuple(_spec(job, catalogue, seed, max_gpus, gpus_per_node, freeze) for job in kept)
-    return TraceJobs(specs, report)
+    matching = _Matching(catalogue, max_gpus, gpus_per_node, FreezeRule(max_fraction=max_fraction))
+    draws = Streams(seed, [job.job_id for job in kept], 3)
+    return TraceJobs(tuple(matching.spec(job, draws[job.job_id]) for job in kept), report)
 
 
 def task_mix(specs: tuple[JobSpec, ...]) -> dict[str, int]:
@@ -83,30 +85,81 @@ def task_mix(specs: tuple[JobSpec, ...]) -> dict[str, int]:
     return dict(Counter(spec.workload or "" for spec in specs).most_common())
 
 
-def _spec(
-    job: TraceJob, catalogue: Catalogue, seed: int, max_gpus: int | None, gpus_per_node: int, freeze: FreezeRule
-) -> JobSpec:
-    rng = generator(seed, zlib.crc32(job.job_id.encode()), 3)
-    workload = _pick(job, catalogue, rng)
-    batch = _batch(workload, job, rng)
-    rule = _batch_range(workload, batch)
-    counts = gpu_counts(workload, job.num_gpus, rule.options(), max_gpus)
-    labels = {"class": gpu_time_class(job.gpu_s), **job_labels(job)}
-    return JobSpec(
-        name=job.job_id,
-        gpus=counts,
-        batch=rule,
-        freeze=freeze,
-        target=workload.task.target,
-        max_epochs=epochs_for(workload, job.duration_s, job.num_gpus, batch, gpus_per_node),
-        share=workload.task.share and 1 in counts,
-        workload=workload.name,
-        submit_s=job.submit_s,
-        num_gpus=job.num_gpus,
-        duration_s=job.duration_s,
-        deadline_s=job.deadline_s,
-        labels=labels,
+class _Matching:
+    """From logged jobs to specs. What jobs of the same task, request and batch have in common is made, and checked, once."""
+
+    def __init__(self, catalogue: Catalogue, max_gpus: int | None, gpus_per_node: int, freeze: FreezeRule) -> None:
+        self._catalogue = catalogue
+        self._max_gpus = max_gpus
+        self._gpus_per_node = gpus_per_node
+        self._freeze = freeze
+        self._options: dict[tuple[str, int], tuple[list[str], list[float]]] = {}
+        self._models: dict[tuple[str, int, int], JobSpec] = {}
+
+    def spec(self, job: TraceJob, rng: np.random.Generator) -> JobSpec:
+        """The job as one of the catalogue; ``rng`` is its own."""
+        workload = self._pick(job, rng)
+        batch = _batch(workload, job, rng)
+        labels = {"class": gpu_time_class(job.gpu_s), **job_labels(job)}
+        of_its_own = {
+            "name": job.job_id,
+            "max_epochs": epochs_for(workload, job.duration_s, job.num_gpus, batch, self._gpus_per_node),
+            "submit_s": job.submit_s,
+            "duration_s": job.duration_s,
+            "deadline_s": job.deadline_s,
+            "labels": labels,
+        }
+        key = (workload.name, job.num_gpus, batch)
+        model = self._models.get(key)
+        if model is None or not _evidently_valid(job, labels):
+            model = self._models[key] = self._checked(workload, job.num_gpus, batch, of_its_own)
+            return model
+        return copied(model, {**model.__dict__, **of_its_own}, of_its_own)
+
+    def _checked(self, workload: Workload, request: int, batch: int, of_its_own: dict[str, Any]) -> JobSpec:
+        rule = _batch_range(workload, batch)
+        counts = gpu_counts(workload, request, rule.options(), self._max_gpus)
+        return JobSpec(
+            gpus=counts,
+            batch=rule,
+            freeze=self._freeze,
+            target=workload.task.target,
+            share=workload.task.share and 1 in counts,
+            workload=workload.name,
+            num_gpus=request,
+            **of_its_own,
+        )
+
+    def _pick(self, job: TraceJob, rng: np.random.Generator) -> Workload:
+        """The job's own task, or one of its class, whose allocation unit divides the request (each class has one of 1)."""
+        catalogue = self._catalogue
+        own = APPLICATIONS.get(job.application, job.application)
+        if own in catalogue.tasks and job.num_gpus % catalogue.tasks[own].gpus.unit == 0:
+            return catalogue[own]
+        key = (gpu_time_class(job.gpu_s), job.num_gpus)
+        if key not in self._options:
+            fitting = [
+                (name, weight)
+                for name, weight in catalogue.of_class(key[0])
+                if job.num_gpus % catalogue.tasks[name].gpus.unit == 0
+            ]
+            self._options[key] = [name for name, _ in fitting], [weight for _, weight in fitting]
+        names, weights = self._options[key]
+        return catalogue[names[pick(rng, weights)]]
+
+
+def _evidently_valid(job: TraceJob, labels: dict[str, str]) -> bool:
+    """Whether what differs from job to job needs no closer look; what does gets it from the checks of :class:`JobSpec`."""
+    return (
+        _ID.fullmatch(job.job_id) is not None
+        and 0.0 <= job.submit_s < math.inf
+        and 0.0 < job.duration_s < math.inf
+        and (job.deadline_s is None or 0.0 < job.deadline_s < math.inf)
+        and all(text.isascii() and "\0" not in text for text in labels.values())
     )
+
+
+_ID = re.compile(JOB_ID_PATTERN)
 
 
 def job_labels(job: TraceJob) -> dict[str, str]:
@@ -115,19 +168,6 @@ def job_labels(job: TraceJob) -> dict[str, str]:
     numbers = {name: getattr(job, name) for name in ("gpu_demand", "time_limit_s", "deadline_s")}
     labels = {**texts, **{name: f"{value:.15g}" for name, value in numbers.items() if value is not None}}
     return {name: value for name, value in {**labels, "rewards": rewards_text(job.rewards)}.items() if value}
-
-
-def _pick(job: TraceJob, catalogue: Catalogue, rng: np.random.Generator) -> Workload:
-    """The job's own task, or one of its class, whose allocation unit divides the request; every class has one of unit 1."""
-    own = APPLICATIONS.get(job.application, job.application)
-    if own in catalogue.tasks and job.num_gpus % catalogue.tasks[own].gpus.unit == 0:
-        return catalogue[own]
-    options = [
-        (name, weight)
-        for name, weight in catalogue.of_class(gpu_time_class(job.gpu_s))
-        if job.num_gpus % catalogue.tasks[name].gpus.unit == 0
-    ]
-    return catalogue[options[pick(rng, [weight for _, weight in options])][0]]
 
 
 def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
@@ -139,17 +179,22 @@ def _batch(workload: Workload, job: TraceJob, rng: np.random.Generator) -> int:
     task, request, own = workload.task, job.num_gpus, job.batch_size
     if own and own % request == 0 and task.local_batch.min <= own // request <= task.local_batch.max:
         return own
-    smallest, largest = request * task.local_batch.min, request * task.local_batch.max
-    odd = request // (request & -request)
-    first = math.ceil(math.log2(smallest / odd))
-    last = math.floor(math.log2(largest / odd))
-    fitting = [odd << k for k in range(first, last + 1) if (odd << k) % request == 0]
+    fitting = _fitting_batches(request, task.local_batch.min, task.local_batch.max)
     if own:
         return min(fitting, key=lambda batch: abs(math.log(batch / own)))
     inside = [batch for batch in fitting if task.batch.min <= batch <= task.batch.max]
     if inside:
         return inside[int(rng.integers(len(inside)))]
     return fitting[0] if fitting[0] > task.batch.max else fitting[-1]
+
+
+@lru_cache(maxsize=4096)
+def _fitting_batches(request: int, smallest_local: int, largest_local: int) -> list[int]:
+    """Odd part of the request times powers of two, where the request divides it into local batches within the limits."""
+    odd = request // (request & -request)
+    first = math.ceil(math.log2(request * smallest_local / odd))
+    last = math.floor(math.log2(request * largest_local / odd))
+    return [odd << k for k in range(first, last + 1) if (odd << k) % request == 0]
 
 
 def _batch_range(workload: Workload, first: int) -> BatchRule:

@@ -17,7 +17,15 @@ MIN_EPOCHS, MAX_EPOCHS = 5, 200
 
 
 def full_speed(profile: Profile, num_gpus: int, global_batch: int, gpus_per_node: int) -> float:
-    """Samples/s with nothing frozen, alone, on as few nodes as hold the GPUs."""
+    """Samples/s with nothing frozen, alone, on as few nodes as hold the GPUs; kept with the profile."""
+    key = ("full speed", num_gpus, global_batch, gpus_per_node)
+    known = profile.memo.get(key)
+    if not isinstance(known, float):
+        known = profile.memo[key] = _full_speed(profile, num_gpus, global_batch, gpus_per_node)
+    return known
+
+
+def _full_speed(profile: Profile, num_gpus: int, global_batch: int, gpus_per_node: int) -> float:
     nodes = -(-num_gpus // gpus_per_node)
     micro = 1
     while global_batch > num_gpus * micro * profile.max_local_batch:

@@ -21,7 +21,7 @@ from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
 from icefrog.profile import GpuCost, OccupancyParams, Profile, ThroughputParams, altered
-from icefrog.rng import generator
+from icefrog.rng import Streams, generator
 from icefrog.spec import ClusterSpec, JobSpec
 
 INTERFERENCE = 0.1
@@ -53,6 +53,7 @@ class World:
         self._specs = {spec.job_id: spec for spec in specs}
         self._profiles = profiles
         self._curves = curves
+        self._errors = Streams(config.seed, self._specs, 0)  # of the estimates
         self._as_logged: dict[tuple[int, ...], tuple[Profile, AsLogged]] = {}
         self.jobs: Mapping[str, TrueJob] = LazyMap(self._specs, self._job, WeakValueDictionary())
         """By id; made anew where nobody has kept it."""
@@ -75,7 +76,7 @@ class World:
 
     def _job(self, job_id: str) -> TrueJob:
         spec, profile, curves = self._specs[job_id], self._profiles[job_id], self._curves[job_id]
-        rng = self.rng(job_id, 0)
+        rng = self._errors[job_id]
         logged = self._logged(spec, profile)
         truth = _calibrated(spec, profile, logged)
         margin = np.inf if logged.mem_bytes is None else logged.gpu_mem_bytes / max(logged.mem_bytes, 1.0)
