@@ -75,12 +75,12 @@ def _on_equal_gpus(
     view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing, hysteresis: float, max_shared: int
 ) -> tuple[Candidate, ...]:
     age_s = max(now_s - view.submit_s, 0.0)
+    current = view.config if view.running and not view.shared else None
+    if view.profile is not None and is_rigid(pricing):
+        return _requested(view, view.profile, cluster, pricing, current, age_s)
     placements = _spans(view.spec.gpus, cluster)
     if view.profile is None:
         return _prior_candidates(view, placements, age_s, pricing)
-    current = view.config if view.running and not view.shared else None
-    if is_rigid(pricing):
-        return _requested(view, view.profile, cluster, pricing, current, age_s)
     rule = _rule(view, view.profile, cluster, placements, pricing)
     choices = _tuned(view, view.profile, rule, pricing, current, hysteresis, max_shared)
     remaining = _remaining_samples(view, view.profile)

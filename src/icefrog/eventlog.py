@@ -180,7 +180,7 @@ class JsonlLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("w", encoding="utf-8", newline="\n", buffering=1 << 20)
+            self._file = path.open("wb", buffering=1 << 20)
         except OSError as error:
             raise UserError(
                 f"cannot write the event log {path}: {error.strerror}",
@@ -189,7 +189,8 @@ class JsonlLog:
 
     def append(self, records: Sequence[ev.AnyRecord]) -> None:
         """Write records in order; on disk after :meth:`close`."""
-        self._file.writelines(f"{ev.encode(record)}\n" for record in records)
+        for record in records:
+            self._file.write(ev.encode_bytes(record) + b"\n")
 
     def close(self) -> None:
         """Flush and close."""

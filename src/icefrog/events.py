@@ -280,7 +280,12 @@ _CODEC: TypeAdapter[AnyRecord] = TypeAdapter(Annotated[AnyRecord, Field(discrimi
 
 def encode(record: AnyRecord) -> str:
     """One line of JSON, without the newline; fields at their defaults are left out."""
-    return record.model_dump_json(by_alias=True, exclude_defaults=False, exclude_none=True)
+    return encode_bytes(record).decode()
+
+
+def encode_bytes(record: AnyRecord) -> bytes:
+    """The same in UTF-8."""
+    return record.__pydantic_serializer__.to_json(record, by_alias=True, exclude_none=True)
 
 
 def decode(line: str | bytes) -> AnyRecord:

@@ -194,9 +194,11 @@ def _few_collections() -> Iterator[None]:
     """Let Python look for cyclic garbage seldom: a simulation makes next to none, and has much to look through."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_A_COLLECTION, *before[1:])
+    gc.freeze()  # the jobs of the trace stay: not to be looked through again
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +74,16 @@ def split_batch(profile: Profile, global_batch: int, num_gpus: int) -> tuple[tup
     m stays within the profile's local batches. More than one way is offered since a smaller m needs less
     memory.
     """
+    return _split(global_batch, num_gpus, profile.min_local_batch, profile.max_local_batch)
+
+
+@lru_cache(maxsize=4096)
+def _split(global_batch: int, num_gpus: int, smallest: int, largest: int) -> tuple[tuple[int, int], ...]:
     if global_batch % num_gpus:
         return ()
     per_gpu = global_batch // num_gpus
-    fewest = -(-per_gpu // profile.max_local_batch)
-    most = per_gpu // profile.min_local_batch
+    fewest = -(-per_gpu // largest)
+    most = per_gpu // smallest
     options: list[tuple[int, int]] = []
     for accum_steps in range(fewest, most + 1):
         if per_gpu % accum_steps == 0:
