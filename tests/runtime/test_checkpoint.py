@@ -65,11 +65,11 @@ def test_stopped_and_resumed_is_bit_equal_to_never_stopped(tmp_path: Path, stop_
         for key, value in whole_optimizer.state[theirs].items():
             assert torch.equal(resumed_optimizer.state[mine][key], value)
     assert resumed.frozen_layers == whole.frozen_layers == 1
-    # With one rank the statistics miss one step after a resume (the gradient before it is not saved).
-    assert resumed.effective_samples == pytest.approx(whole.effective_samples, rel=0.03)
+    assert resumed.effective_samples == whole.effective_samples
     assert resumed._at.step == whole._at.step
     assert resumed_optimizer.param_groups[0]["lr"] == whole_optimizer.param_groups[0]["lr"]
-    assert resumed._engine.tracker.variance == pytest.approx(whole._engine.tracker.variance, rel=0.3)
+    assert resumed._engine.tracker.variance.tolist() == whole._engine.tracker.variance.tolist()
+    assert resumed.psi == whole.psi
     first, second = reports(tmp_path / "parts" / "a"), reports(tmp_path / "parts" / "b")
     assert isinstance(first[-1], protocol.StoppedReport)
     assert isinstance(first[-2], protocol.Checkpointed)
@@ -77,8 +77,10 @@ def test_stopped_and_resumed_is_bit_equal_to_never_stopped(tmp_path: Path, stop_
     assert second[0].resumed
     assert second[0].effective_samples == first[-1].effective_samples
     assert isinstance(second[-1], protocol.Finished)
-    counts = [r.effective_samples for r in [*first, *second] if hasattr(r, "effective_samples")]
-    assert counts == sorted(counts)
+    for kind in ("progress", "checkpointed"):  # checkpoints are reported when they are on disk, beside training
+        counts = [r.effective_samples for r in [*first, *second] if r.kind == kind]
+        assert counts
+        assert counts == sorted(counts)
 
 
 def test_the_mask_is_in_the_checkpoint(tmp_path: Path) -> None:  # F12
@@ -102,6 +104,32 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> None
         resumed, _ = job(tmp_path, {}, epochs=3, attempt="b")
     assert resumed._at.step == 12
     assert any(isinstance(r, protocol.Warned) for r in reports(tmp_path / "b"))
+
+
+def test_a_damaged_checkpoint_does_not_push_out_the_good_one_before_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = store.save({"n": torch.tensor(1)}, {})
+    store.save({"n": torch.tensor(2)}, {}).write_bytes(b"x")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert store.newest_valid() == first
+    third = store.save({"n": torch.tensor(3)}, {})
+    assert store.paths() == [third, first]
+    third.write_bytes(b"x")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert CheckpointStore(tmp_path).newest_valid() == first
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = store.save({"n": torch.tensor(1)}, {})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(Exception, match="pickle"):
+        store.save({"n": torch.tensor(2), "bad": lambda: None}, {})
+    with pytest.raises(TypeError, match="JSON"):
+        store.save({"n": torch.tensor(2)}, {"bad": object()})
+    assert store.newest_valid() == first
+    store.save({"n": torch.tensor(2)}, {})
+    assert len(list(tmp_path.iterdir())) == len(before) + 2
 
 
 def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path: Path) -> None:

@@ -39,24 +39,29 @@ class CheckpointStore:
     def __init__(self, folder: str | os.PathLike[str], keep: int = KEEP) -> None:
         self.folder = Path(folder)
         self.keep = keep
+        self._damaged: set[int] = set()
 
     def save(self, state: dict[str, Any], summary: dict[str, Any]) -> Path:
         """Write one more checkpoint; when this returns it is on disk. ``summary``: a few JSON values for humans."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number = max((_number(path) for path in self._own() if path.suffix == ".pt"), default=0) + 1
         path = self.folder / f"{number:08d}.pt"
-        temporary = path.with_suffix(".pt.tmp")
-        with temporary.open("wb") as file:
-            torch.save(state, file)
-            _sync(file)
-        digest, size = _digest(temporary)
-        temporary.replace(path)
         manifest = path.with_suffix(".json")
-        temporary = path.with_suffix(".json.tmp")
-        with temporary.open("w") as text:
-            json.dump({"schema": 1, "sha256": digest, "bytes": size, **summary}, text)
-            _sync(text)
-        temporary.replace(manifest)
+        halves = path.with_suffix(".pt.tmp"), path.with_suffix(".json.tmp")
+        try:
+            with halves[0].open("wb") as file:
+                torch.save(state, file)
+                _sync(file)
+            digest, size = _digest(halves[0])
+            halves[0].replace(path)
+            with halves[1].open("w") as text:
+                json.dump({"schema": 1, "sha256": digest, "bytes": size, **summary}, text)
+                _sync(text)
+            halves[1].replace(manifest)
+        except BaseException:
+            for half in halves:  # on a full disk its room is needed
+                half.unlink(missing_ok=True)
+            raise
         _sync_folder(self.folder)
         self._forget_old()
         return path
@@ -78,6 +83,7 @@ class CheckpointStore:
             problem = _problem(path)
             if problem is None:
                 return path
+            self._damaged.add(_number(path))
             rest = (
                 "none is left, training starts from the beginning" if path is paths[-1] else "using the one before it"
             )
@@ -85,7 +91,8 @@ class CheckpointStore:
         return None
 
     def _forget_old(self) -> None:
-        kept = {_number(path) for path in self.paths()[: self.keep]}
+        whole = [_number(path) for path in self.paths()]
+        kept = set([number for number in whole if number not in self._damaged][: self.keep])
         for path in self._own():
             if _number(path) not in kept and _number(path) < max(kept):
                 path.unlink(missing_ok=True)

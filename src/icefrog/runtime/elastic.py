@@ -20,6 +20,7 @@ from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
+from icefrog.runtime.keeper import Keeper
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.protocol import Outcome
@@ -120,6 +121,7 @@ class LayerElastic:
             self._registered["grad_scaler"] = self._scaler
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
         self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
+        self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
         self._finished = False
         self.stepped = False
         """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
@@ -249,18 +251,21 @@ class LayerElastic:
         self._enter_bounds()
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
-        while self._outcome() is None:
-            epoch = self._at.epoch
-            if self._engine.sampler is not None:
-                self._engine.sampler.seek(epoch, self._at.cursor)
-            self._engine.timer.reset()
-            self._engine.prepare(self._at.cursor)
-            yield epoch
-            if self._at.epoch == epoch:
-                raise UserError(
-                    f"epoch {epoch} ended without elastic.end_epoch()",
-                    "call elastic.end_epoch(metric=...) as the last line of the epoch loop",
-                )
+        try:
+            while self._outcome() is None:
+                epoch = self._at.epoch
+                if self._engine.sampler is not None:
+                    self._engine.sampler.seek(epoch, self._at.cursor)
+                self._engine.timer.reset()
+                self._engine.prepare(self._at.cursor)
+                yield epoch
+                if self._at.epoch == epoch:
+                    raise UserError(
+                        f"epoch {epoch} ended without elastic.end_epoch()",
+                        "call elastic.end_epoch(metric=...) as the last line of the epoch loop",
+                    )
+        finally:
+            self._keeper.join()  # left by `break` as well
         self._finish()
 
     def end_epoch(self, metric: float | None = None) -> Decision:
@@ -320,6 +325,7 @@ class LayerElastic:
             self._decide()
             self._engine.timer.reset()
         self._engine.prepare(at.cursor)
+        self._keeper.tell()
         if agreed.stop:
             self._save()
             self._leave()
@@ -442,25 +448,15 @@ class LayerElastic:
         self._at = saving.unpack(state, self._engine, self._decider, self._registered)
 
     def _save(self) -> None:
-        if self._store is None or self._world.rank != 0:
-            return
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
-        path = self._store.save(self.state_dict(), {**summary, "frozen_layers": self._engine.boundary})
-        self._reporter.checkpointed(path, at.effective_samples)
+        self._keeper.save(self.state_dict, {**summary, "frozen_layers": self._engine.boundary})
 
     def _resume(self) -> bool:
-        path: Path | None = None
-        if self._store is not None and self._world.rank == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                path = self._store.newest_valid()
-            for item in caught:
-                self._warn(str(item.message))
-        name = self._world.from_rank0(str(path) if path is not None else None)
-        if name is None:
+        state = self._keeper.newest()
+        if state is None:
             return False
-        self.load_state_dict(checkpoint.load(Path(name), torch.device("cpu")))
+        self.load_state_dict(state)
         if self._engine.sampler is None:
             self._at.epoch_samples = 0  # the interrupted epoch is repeated
         return True
@@ -478,6 +474,7 @@ class LayerElastic:
             self._reporter.warned(message)
 
     def _leave(self) -> None:
+        self._keeper.wait()
         self._reporter.stopped(self._at)
         self._world.close()
         raise Stopped
@@ -487,6 +484,7 @@ class LayerElastic:
         if outcome is None or self._finished:
             return
         self._finished = True
+        self._keeper.wait()
         self._reporter.finished(self._at, outcome)
 
     @property
@@ -495,10 +493,17 @@ class LayerElastic:
         return self._outcome()
 
     def close(self) -> None:
-        """Give the optimizer its own ``step`` back, and leave the process group if it was started here."""
-        if self._engine.cache is not None:
-            self._engine.cache.close()
-        if self._scaler is not None:
-            self._scaler.close()
-        self._gate.close()
-        self._world.close()
+        """Wait for the last checkpoint, give the optimizer its own ``step`` back, leave a process group started here.
+
+        Raises:
+            UserError: the last checkpoint cannot be written.
+        """
+        try:
+            self._keeper.wait()
+        finally:
+            if self._engine.cache is not None:
+                self._engine.cache.close()
+            if self._scaler is not None:
+                self._scaler.close()
+            self._gate.close()
+            self._world.close()

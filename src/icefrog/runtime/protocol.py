@@ -102,6 +102,7 @@ class Checkpointed(Report):
     kind: Literal["checkpointed"] = "checkpointed"
     path: str
     effective_samples: float
+    wait_s: float = Field(default=0.0, description="seconds that training stood still for it")
 
 
 class Warned(Report):

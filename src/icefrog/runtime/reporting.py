@@ -102,10 +102,12 @@ class Reporter:
             )
         )
 
-    def checkpointed(self, path: Path, effective_samples: float) -> None:
-        """A checkpoint is on disk."""
+    def checkpointed(self, path: Path, effective_samples: float, wait_s: float) -> None:
+        """A checkpoint is on disk. The one report that comes from another thread: a line is one write."""
         self.agent.report(
-            protocol.Checkpointed(time_s=self.agent.now_s(), path=str(path), effective_samples=effective_samples)
+            protocol.Checkpointed(
+                time_s=self.agent.now_s(), path=str(path), effective_samples=effective_samples, wait_s=wait_s
+            )
         )
 
     def warned(self, message: str) -> None:

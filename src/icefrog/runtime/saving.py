@@ -27,6 +27,7 @@ class Stateful(Protocol):
 
 def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
     """Everything needed to go on at any world size and boundary: tensors and plain values."""
+    names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
         "schema": 1,
         "frozen_layers": engine.boundary,
@@ -37,6 +38,7 @@ def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Map
         "optimizer": checkpoint.optimizer_state(engine.inner, engine.optimizer),
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "tracker": engine.tracker.state_dict(),
+        "statistics": engine.statistics.state_dict(names),
         "profiler": engine.profiler.state_dict(),
         "decider": decider.state_dict(),
         "counters": asdict(counters),
@@ -72,6 +74,8 @@ def unpack(
     if state["counters"].get("step", 0) > 0:
         engine.order_is_known()
     engine.tracker.load_state_dict(state["tracker"])
+    if "statistics" in state:
+        engine.statistics.load_state_dict(state["statistics"], dict(engine.inner.named_parameters()))
     engine.profiler.load_state_dict(state["profiler"])
     engine.psi = state["psi"]
     engine.renew_cache()

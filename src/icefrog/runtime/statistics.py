@@ -13,7 +13,7 @@ itself uses it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -147,6 +147,28 @@ class Statistics:
         self._mean = None
         self._missing = False
         self._plan()
+
+    def state_dict(self, names: Mapping[int, str]) -> dict[str, Any]:
+        """What the coming step needs of the steps before it; ``names``: id of a parameter -> its name.
+
+        On one rank that is the last gradient (one more copy of it in the checkpoint), and only if the coming step is
+        measured: with it, a resumed run is the uninterrupted one to the bit.
+        """
+        needed = self.world.size == 1 and self.replicas == 1 and self.due
+        last = {names[key]: grad for key, grad in self._last.items() if key in names} if needed else {}
+        origin = {"last_samples": self._last_samples, "last_scale": self._last_scale}
+        return {"step": self._step, **origin, "last": last}
+
+    def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of :meth:`state_dict`; ``params``: the parameters by name. The gradient is of use on one rank only."""
+        self.reset()
+        self._step = state["step"]
+        self._plan()
+        if self.world.size == 1 and self.replicas == 1:
+            self._last_samples, self._last_scale = state["last_samples"], state["last_scale"]
+            self._last = {
+                id(params[name]): grad.to(params[name].device, copy=True) for name, grad in state["last"].items()
+            }
 
     def skip(self) -> None:
         """The step in progress cannot be measured: part of it was not seen, or is not finite."""
