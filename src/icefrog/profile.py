@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from icefrog.copying import copied
 from icefrog.gpu_types import ANY_GPU, measured_as
@@ -54,6 +54,11 @@ class LayerCost(_Frozen):
     name: str
     flops: float = Field(ge=0, description="training FLOPs of one sample (forward + backward)")
     param_bytes: float = Field(gt=0)
+    activation_bytes: float = Field(
+        default=0.0, ge=0, description="its output for one sample, as the next layer gets it; 0: not measured"
+    )
+    fwd_s: float = Field(default=0.0, ge=0, description="forward time of one sample; 0: not measured")
+    bwd_s: float = Field(default=0.0, ge=0, description="backward time of one sample; 0: not measured")
 
 
 class ComputeCurve(_Frozen):
@@ -84,7 +89,7 @@ class SyncCurve(_Frozen):
 
 
 class ThroughputParams(_Frozen):
-    """Parameters of the layer-aware DDP model, Eq. 4-7 (with the l = 0 consistency decision)."""
+    """Parameters of compute and gradient synchronisation, Eq. 5-7 (with the l = 0 consistency decision)."""
 
     fwd: ComputeCurve
     bwd: ComputeCurve
@@ -100,6 +105,55 @@ class ThroughputParams(_Frozen):
         description="compute grows by straggler * (a - 1) / (a + 1): the wait for the slowest replica",
     )
     sync_alpha_s: float = Field(default=0.0, ge=0, description="part of T_sync that freezing cannot remove")
+
+
+class Replicated(_Frozen):
+    """Every GPU holds the model (DDP): :class:`ThroughputParams` say it all."""
+
+    kind: Literal["ddp"] = "ddp"
+
+
+class Sharded(_Frozen):
+    """Parameters, gradients and optimizer state are split over the GPUs (FSDP, ZeRO-3), Eq. 9, 10.
+
+    ``ThroughputParams.sync`` is then the reduce-scatter of gradients.
+    """
+
+    kind: Literal["sdp"] = "sdp"
+    gather: SyncCurve = Field(default=SyncCurve(), description="all-gather of all parameters, T_para(a, 0)")
+    gather_alpha_s: float = Field(default=0.0, ge=0, description="part of it that freezing cannot remove")
+    gather_gamma: float = Field(default=1.0, ge=1.0, description="gamma_lm of Eq. 9: overlap with compute")
+
+
+class Link(_Frozen):
+    """Sending an activation or a gradient from one stage to the next: a time a message and a time a byte."""
+
+    intra_alpha_s: float = Field(default=0.0, ge=0)
+    intra_s_per_byte: float = Field(default=0.0, ge=0)
+    inter_alpha_s: float = Field(default=0.0, ge=0, description="where a pipeline spans nodes")
+    inter_s_per_byte: float = Field(default=0.0, ge=0)
+
+
+class Pipelined(_Frozen):
+    """Layers are split over stages in forward order, Eq. 11, 12; with replicas of the pipeline Eq. 13."""
+
+    kind: Literal["pipeline"] = "pipeline"
+    num_stages: int | None = Field(default=None, ge=1, description="p, in a / p replicas; None: every GPU is a stage")
+    micro_batches: int = Field(default=1, ge=1, description="mu: parts in which a replica's batch passes the stages")
+    stage_layers: tuple[int, ...] | None = Field(
+        default=None, description="layers of each stage; None, or for another number of stages: balanced by FLOPs"
+    )
+    link: Link = Link()
+
+    @model_validator(mode="after")
+    def _stages_hold_layers(self) -> Self:
+        if self.stage_layers is not None and min(self.stage_layers, default=0) < 1:
+            raise ValueError(f"every stage needs a layer, got {list(self.stage_layers)}")
+        return self
+
+
+Parallel: TypeAlias = Annotated[Replicated | Sharded | Pipelined, Field(discriminator="kind")]
+"""What the kind of parallelism adds to :class:`ThroughputParams`."""
 
 
 class OccupancyParams(_Frozen):
@@ -123,6 +177,7 @@ class Profile(_Frozen):
     name: str
     layers: tuple[LayerCost, ...] = Field(min_length=1)
     throughput: ThroughputParams
+    parallel: Parallel = Replicated()
     occupancy: OccupancyParams
     samples_per_epoch: int = Field(gt=0)
     min_local_batch: int = Field(default=1, ge=1)
@@ -132,6 +187,13 @@ class Profile(_Frozen):
         default_factory=dict, description="what it costs on other types than gpu_type, by measured type"
     )
     provenance: str = Field(description="where each number comes from; 'modelled' where it was not measured")
+
+    @model_validator(mode="after")
+    def _stages_hold_all_layers(self) -> Self:
+        given = self.parallel.stage_layers if isinstance(self.parallel, Pipelined) else None
+        if given is not None and sum(given) != len(self.layers):
+            raise ValueError(f"stages of {list(given)} layers for a network of {len(self.layers)}")
+        return self
 
     @property
     def num_layers(self) -> int:

@@ -74,7 +74,7 @@ def _ways(view: JobView, profile: Profile, num_gpus: int, num_nodes: int) -> lis
     mem, util = profile.occupancy.mem_bytes, profile.occupancy.util_pct
     ways = []
     for m, k in split_batch(profile, batch, num_gpus):
-        step_s = full_step_s(profile.throughput, num_gpus, num_nodes, m, k)
+        step_s = full_step_s(profile, num_gpus, num_nodes, m, k)
         mem_bytes = max(mem[0] + mem[1] * m + mem[2] + mem[3], 0.0)
         util_pct = min(max(util[0] + util[1] * m + util[2] + util[3], 0.0), 100.0)
         ways.append(_Way(m, k, step_s, batch / step_s, mem_bytes, util_pct))

@@ -38,7 +38,7 @@ params = st.builds(
 def test_one_number_is_the_number_in_the_array(params, gpus, nodes, m, k):
     profile = b.profile(3, throughput=params)
     expected = float(step_s(profile, gpus, nodes, m, 0, k))
-    assert full_step_s(params, gpus, nodes, m, k) == pytest.approx(expected, rel=1e-12)
+    assert full_step_s(profile, gpus, nodes, m, k) == pytest.approx(expected, rel=1e-12)
 
 
 def view(spec, profile, config=None):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icefrog.estimate.throughput import backward_s, compute_s, power_sum, step_s, sync_s, synchronise_s, throughput
+from icefrog.estimate.terms import backward_s, compute_s, power_sum, sync_s, synchronise_s
+from icefrog.estimate.throughput import step_s, throughput
 from icefrog.profile import ComputeCurve, SyncCurve, ThroughputParams
 from icefrog.testing.builders import profile
 

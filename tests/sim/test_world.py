@@ -12,7 +12,7 @@ from icefrog.candidate_cache import CandidateCache
 from icefrog.candidates import LAYER_ELASTIC, candidates
 from icefrog.estimate.throughput import step_s, throughput
 from icefrog.executors.sim.world import World, WorldConfig, calibrated, sharing_speed
-from icefrog.profile import Profile
+from icefrog.profile import Link, Parallel, Pipelined, Profile, Sharded, SyncCurve, altered
 from icefrog.testing.builders import cluster, job_spec
 from icefrog.testing.policies import CONTRACT, Case, cases
 from icefrog.types import Pricing
@@ -54,6 +54,26 @@ def test_estimates_err_by_as_much_as_was_asked_for() -> None:
         ]
     assert 0.15 < np.std(errors) < 0.25
     assert abs(np.mean(errors)) < 0.1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sharded(gather=SyncCurve(intra_alpha_s=0.02, inter_alpha_s=0.1), gather_alpha_s=0.001, gather_gamma=2.0),
+        Pipelined(num_stages=2, link=Link(intra_alpha_s=0.01, inter_alpha_s=0.2)),
+    ],
+    ids=lambda kind: kind.kind,
+)
+def test_other_kinds_of_parallelism_take_the_logged_time_and_are_estimated_with_errors(kind: Parallel) -> None:
+    profiles = {spec.job_id: altered(WORK.profiles[spec.job_id], parallel=kind) for spec in WORK.specs}
+    where = World(WORK.specs, profiles, WORK.curves, cluster(3, 4), WorldConfig(noise=0.2))
+    for spec in WORK.specs[:8]:
+        job = where.jobs[spec.job_id]
+        gpus = spec.requested_gpus
+        speed = full_speed(job.profile, gpus, -(-gpus // 4), spec.batch.initial)
+        assert spec.max_epochs * job.profile.samples_per_epoch / speed == pytest.approx(spec.duration_s, rel=1e-9)
+        assert job.estimate.parallel.kind == kind.kind
+        assert job.estimate.parallel != job.profile.parallel
 
 
 def test_a_job_s_luck_does_not_depend_on_the_others() -> None:

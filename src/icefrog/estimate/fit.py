@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from icefrog.estimate.throughput import compute_s, params_step_s, wait_factor
+from icefrog.estimate.terms import compute_s, wait_factor
+from icefrog.estimate.throughput import params_step_s
 from icefrog.profile import ComputeCurve, FloatArray, SyncCurve, ThroughputParams
 
 BoolArray = npt.NDArray[np.bool_]

@@ -5,13 +5,18 @@ Arrays of one element cost fifty times as much as the number in them; a simulato
 
 from __future__ import annotations
 
-from icefrog.profile import ComputeCurve, SyncCurve, ThroughputParams
+from icefrog.estimate.throughput import step_s
+from icefrog.profile import ComputeCurve, Profile, Replicated, SyncCurve
 
 
-def full_step_s(
-    params: ThroughputParams, num_gpus: int, num_nodes: int, batch_per_gpu: float, accum_steps: int = 1
-) -> float:
-    """Seconds of one optimiser step of k micro-steps, all layers trained; see :func:`icefrog.estimate.throughput.step_s`."""
+def full_step_s(profile: Profile, num_gpus: int, num_nodes: int, batch_per_gpu: float, accum_steps: int = 1) -> float:
+    """Seconds of one optimiser step of k micro-steps, all layers trained; see :func:`icefrog.estimate.throughput.step_s`.
+
+    Sharded and pipelined jobs are few: they are left to that function.
+    """
+    if not isinstance(profile.parallel, Replicated):
+        return float(step_s(profile, num_gpus, num_nodes, batch_per_gpu, 0, accum_steps))
+    params = profile.throughput
     wait = 1.0 + params.straggler * (num_gpus - 1.0) / (num_gpus + 1.0)
     forward = _compute_s(params.fwd, batch_per_gpu) * wait
     backward = _compute_s(params.bwd, batch_per_gpu) * wait

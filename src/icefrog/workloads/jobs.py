@@ -31,7 +31,7 @@ def _full_speed(profile: Profile, num_gpus: int, global_batch: int, gpus_per_nod
     while global_batch > num_gpus * micro * profile.max_local_batch:
         micro += 1
     per_gpu = global_batch / (num_gpus * micro)
-    return num_gpus * per_gpu * micro / full_step_s(profile.throughput, num_gpus, nodes, per_gpu, micro)
+    return num_gpus * per_gpu * micro / full_step_s(profile, num_gpus, nodes, per_gpu, micro)
 
 
 def epochs_for(workload: Workload, duration_s: float, num_gpus: int, global_batch: int, gpus_per_node: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from icefrog.estimate.throughput import compute_s
+from icefrog.estimate.terms import compute_s
 from icefrog.profile import ComputeCurve, FloatArray, OccupancyParams, SyncCurve, ThroughputParams
 
 PEAK_FLOPS = {"tf32": 156e12, "bf16": 312e12}  # NVIDIA A100 data sheet, dense

@@ -169,7 +169,7 @@ class SimJob:
         """One way to run, all layers."""
         m, k = grant.batch_per_gpu, grant.accum_steps
         self._ways, self._way, self._batches = ((m, k),), 0, np.array([grant.global_batch])
-        time_s = full_step_s(self._true.throughput, grant.num_gpus, grant.num_nodes, m, k)
+        time_s = full_step_s(self._true, grant.num_gpus, grant.num_nodes, m, k)
         self._speed = np.array([[grant.global_batch / time_s]])
         self.psi, self.reason = 1.0, "the grant leaves one depth"
 

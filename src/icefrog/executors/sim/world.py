@@ -20,7 +20,17 @@ from icefrog.estimate.tuner import TunerRule, TunerTable
 from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
-from icefrog.profile import GpuCost, OccupancyParams, Profile, ThroughputParams, altered
+from icefrog.profile import (
+    GpuCost,
+    OccupancyParams,
+    Parallel,
+    Pipelined,
+    Profile,
+    Replicated,
+    Sharded,
+    ThroughputParams,
+    altered,
+)
 from icefrog.rng import Streams, generator
 from icefrog.spec import ClusterSpec, JobSpec
 
@@ -83,12 +93,20 @@ class World:
         estimate = altered(
             truth,
             throughput=_perturbed(truth.throughput, self.config.noise, rng),
+            parallel=self._perturbed_parallel(job_id, truth.parallel),
             occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
             by_gpu_type={t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
         )
         split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
         total = float(spec.max_epochs * profile.samples_per_epoch)
         return TrueJob(spec, truth, estimate, curves, split, total, request_nodes(spec, self.cluster))
+
+    def _perturbed_parallel(self, job_id: str, truth: Parallel) -> Parallel:
+        """One error for all of its communication; plain replicas draw none."""
+        if isinstance(truth, Replicated) or self.config.noise == 0.0:
+            return truth
+        draw = self.rng(job_id, zlib.crc32(b"parallel")).standard_normal()
+        return scaled_parallel(truth, float(np.exp(self.config.noise * draw)))
 
     def _perturbed_cost(self, job_id: str, gpu_type: str, cost: GpuCost) -> GpuCost:
         """Errors of its own for each type."""
@@ -100,7 +118,7 @@ class World:
 
     def _logged(self, spec: JobSpec, profile: Profile) -> AsLogged:
         """One for all jobs of a task with the same request and batch: their profiles differ in the length of an epoch."""
-        parts = (id(profile.throughput), id(profile.occupancy), id(profile.layers))
+        parts = (id(profile.throughput), id(profile.parallel), id(profile.occupancy), id(profile.layers))
         key = (*parts, profile.min_local_batch, profile.max_local_batch, spec.requested_gpus, spec.batch.initial)
         known = self._as_logged.get(key)
         if known is None:
@@ -149,7 +167,12 @@ def _calibrated(spec: JobSpec, profile: Profile, logged: AsLogged) -> Profile:
         gpu_type: altered(cost, throughput=scaled(cost.throughput, factor))
         for gpu_type, cost in profile.by_gpu_type.items()
     }
-    return altered(profile, throughput=scaled(profile.throughput, factor), by_gpu_type=others)
+    return altered(
+        profile,
+        throughput=scaled(profile.throughput, factor),
+        parallel=scaled_parallel(profile.parallel, factor),
+        by_gpu_type=others,
+    )
 
 
 def request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
@@ -161,6 +184,18 @@ def request_nodes(spec: JobSpec, cluster: ClusterSpec) -> int:
 def scaled(params: ThroughputParams, factor: float) -> ThroughputParams:
     """Every time ``factor`` times as long: T_iter is homogeneous in them."""
     return _with_factors(params, [factor] * _NUM_FACTORS)
+
+
+def scaled_parallel(parallel: Parallel, factor: float) -> Parallel:
+    """The same of the times that the kind of parallelism adds."""
+    match parallel:
+        case Sharded():
+            gather = altered(parallel.gather, **{name: time * factor for name, time in parallel.gather})
+            return altered(parallel, gather=gather, gather_alpha_s=parallel.gather_alpha_s * factor)
+        case Pipelined():
+            link = altered(parallel.link, **{name: time * factor for name, time in parallel.link})
+            return altered(parallel, link=link)
+    return parallel
 
 
 _NUM_FACTORS = 11
