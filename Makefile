@@ -7,7 +7,7 @@ JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow test-data lint types format bench ci clean constraints
+.PHONY: help demo test test-slow test-data test-adapters lint types format bench ci clean constraints
 
 help:                 ## what there is to do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -16,13 +16,19 @@ demo: $(READY)        ## three real training jobs, scheduled on this machine; a 
 	@$(BIN)/icefrog demo
 
 test: $(READY)        ## all tests that need no service (minutes)
-	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not published"
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not published and not adapters"
 
 test-slow: $(READY)   ## the heavier groups: fault storms, larger searches, the demo itself
-	@$(BIN)/python -m pytest -n $(JOBS) -m "slow and not published"
+	@$(BIN)/python -m pytest -n $(JOBS) -m "slow and not published and not adapters"
 
 test-data: $(READY)   ## published results, from the public measurements in $$ICEFROG_DATA
 	@$(BIN)/python -m pytest -n $(JOBS) -m "data or published"
+
+test-adapters:        ## the adapters, against the real libraries, in an environment of their own (once: 2 GB)
+	@test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
+	@.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[huggingface,lightning,examples]' 'pytest>=8.3'
+	@.venv-adapters/bin/python -m pytest -m adapters tests/integrations
 
 lint: $(READY)        ## style and banned imports
 	@$(BIN)/ruff check .

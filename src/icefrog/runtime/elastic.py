@@ -59,6 +59,8 @@ class LayerElastic:
         ddp_options: further arguments of DistributedDataParallel.
         name: of the profile; default: the executor's job id.
         env: environment; default: ``os.environ``.
+        on_stop: called at the step boundary (on every rank) when the executor asks the job to stop, in place of saving and
+            raising :class:`Stopped`: for a loop that saves and ends by itself. No checkpoints are written or read here then.
 
     Raises:
         UserError: nothing to train, layers that are not of the model, an invalid grant, or options that exclude each other.
@@ -87,6 +89,7 @@ class LayerElastic:
         ddp_options: Mapping[str, Any] | None = None,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
@@ -119,7 +122,9 @@ class LayerElastic:
         if self._scaler is not None:
             self._scaler.attach(self._gate)
             self._registered["grad_scaler"] = self._scaler
+        self._on_stop, self._stopping = on_stop, False
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
+        folder = None if on_stop is not None else folder
         self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
         self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
         self._finished = False
@@ -244,13 +249,7 @@ class LayerElastic:
         Raises:
             UserError: an epoch ended without :meth:`end_epoch`, or ``max_epochs`` < 1.
         """
-        if max_epochs < 1:
-            raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
-        self._max_epochs = max_epochs
-        resumed = self._resume()
-        self._enter_bounds()
-        names = tuple(layer.name for layer in self.layers)
-        self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+        self.begin(max_epochs)
         try:
             while self._outcome() is None:
                 epoch = self._at.epoch
@@ -267,6 +266,32 @@ class LayerElastic:
         finally:
             self._keeper.join()  # left by `break` as well
         self._finish()
+
+    def begin(self, max_epochs: int) -> None:
+        """Collective. What :meth:`epochs` does before its first epoch, for a loop that is not yours; resumes.
+
+        Raises:
+            UserError: ``max_epochs`` < 1.
+        """
+        if max_epochs < 1:
+            raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
+        self._max_epochs = max_epochs
+        resumed = self._resume() or self._at.step > 0
+        self._enter_bounds()
+        names = tuple(layer.name for layer in self.layers)
+        self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+
+    def decide(self, metric: float | None = None) -> Decision:
+        """Collective. Decide the boundary in mid-epoch, where validation is more frequent than epochs.
+
+        Args:
+            metric: as in :meth:`end_epoch`.
+        """
+        self._at.metric = self._mean(metric)
+        self._decider.see_metric(self._at.metric)
+        decision = self._decide()
+        self._engine.timer.reset()
+        return decision
 
     def end_epoch(self, metric: float | None = None) -> Decision:
         """Collective. Close the epoch: decide the boundary, save, report.
@@ -434,8 +459,14 @@ class LayerElastic:
 
     # --- checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, at any world size and boundary: tensors and plain values."""
+    def state_dict(self, *, own_only: bool = False) -> dict[str, Any]:
+        """Everything needed to go on, at any world size and boundary: tensors and plain values.
+
+        Args:
+            own_only: leave out what other code saves (weights, optimizer, what is registered, generators): JSON values only.
+        """
+        if own_only:
+            return saving.pack_own(self._engine, self._decider, self._at)
         return saving.pack(self._engine, self._decider, self._at, self._registered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -474,6 +505,10 @@ class LayerElastic:
             self._reporter.warned(message)
 
     def _leave(self) -> None:
+        if self._on_stop is not None:
+            self._stopping = True
+            self._on_stop()
+            return
         self._keeper.wait()
         self._reporter.stopped(self._at)
         self._world.close()
@@ -487,13 +522,29 @@ class LayerElastic:
         self._keeper.wait()
         self._reporter.finished(self._at, outcome)
 
+    def finish(self) -> None:
+        """The loop is over by a rule of its own, after :meth:`begin`: report that the job has ended, or left as asked to."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._stopping:
+            self._reporter.stopped(self._at)
+        else:
+            self._reporter.finished(
+                self._at, self._outcome() or ("completed" if self.target is None else "target_missed")
+            )
+
+    def saved(self, path: Path) -> None:
+        """Report a checkpoint that other code wrote."""
+        self._reporter.checkpointed(path, self._at.effective_samples, wait_s=0.0)
+
     @property
     def outcome(self) -> str | None:
         """``completed``, ``target_missed``, or None while training goes on."""
         return self._outcome()
 
     def close(self) -> None:
-        """Wait for the last checkpoint, give the optimizer its own ``step`` back, leave a process group started here.
+        """Wait for the last checkpoint, give model and optimizer back as they were, leave a process group started here.
 
         Raises:
             UserError: the last checkpoint cannot be written.
@@ -501,8 +552,7 @@ class LayerElastic:
         try:
             self._keeper.wait()
         finally:
-            if self._engine.cache is not None:
-                self._engine.cache.close()
+            self._engine.close()
             if self._scaler is not None:
                 self._scaler.close()
             self._gate.close()

@@ -90,8 +90,10 @@ class Engine:
         self._ordered = given is not None
         self._counting = False
         self._flops_samples = 0
-        model.register_forward_pre_hook(self._forward_start, with_kwargs=True)
-        model.register_forward_hook(self._forward_end, always_call=True)
+        self._handles = [
+            model.register_forward_pre_hook(self._forward_start, with_kwargs=True),
+            model.register_forward_hook(self._forward_end, always_call=True),
+        ]
         world.share_parameters(model)
         self.build(layers_from_user(model, given) if given else group_pieces(model, self.pieces))
 
@@ -145,6 +147,20 @@ class Engine:
         assert self.wrapper is not None
         self.wrapper.wrap()
         self.wrapper.set_sync(self.micro == self.options.accum_steps - 1)
+
+    def close(self) -> None:
+        """Give the model back as it was: nothing frozen, no hooks; on this rank alone."""
+        self.freezer.set_boundary(0)
+        for handle in self._handles:
+            handle.remove()
+        if self._flops is not None:
+            self._flops.finish()
+        self.statistics.close()
+        self.timer.close()
+        if self.outer is not None:
+            self.outer.__dict__["replica"] = None
+        if self.cache is not None:
+            self.cache.close()
 
     # --- the boundary
 

@@ -29,27 +29,34 @@ def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Map
     """Everything needed to go on at any world size and boundary: tensors and plain values."""
     names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
+        **pack_own(engine, decider, counters),
+        "model": engine.inner.state_dict(),
+        "optimizer": checkpoint.optimizer_state(engine.inner, engine.optimizer),
+        "registered": {name: item.state_dict() for name, item in registered.items()},
+        "rng": checkpoint.rng_state(),
+        "statistics": engine.statistics.state_dict(names),
+    }
+
+
+def pack_own(engine: Engine, decider: DepthRule, counters: Counters) -> dict[str, Any]:
+    """What nobody else knows: the boundary, statistics, times, the rule's memory and counters; JSON values."""
+    return {
         "schema": 1,
         "frozen_layers": engine.boundary,
         "layers": [layer.name for layer in engine.layers],
         "pieces": [piece.name for piece in engine.pieces],
         "psi": engine.psi,
-        "model": engine.inner.state_dict(),
-        "optimizer": checkpoint.optimizer_state(engine.inner, engine.optimizer),
-        "registered": {name: item.state_dict() for name, item in registered.items()},
         "tracker": engine.tracker.state_dict(),
-        "statistics": engine.statistics.state_dict(names),
         "profiler": engine.profiler.state_dict(),
         "decider": decider.state_dict(),
         "counters": asdict(counters),
-        "rng": checkpoint.rng_state(),
     }
 
 
 def unpack(
     state: Mapping[str, Any], engine: Engine, decider: DepthRule, registered: Mapping[str, Stateful]
 ) -> Counters:
-    """Collective. Inverse of :func:`pack`; returns the counters.
+    """Collective. Inverse of :func:`pack` or :func:`pack_own`; returns the counters.
 
     Raises:
         UserError: the state is of a model with other layers, or the optimizer holds other parameters.
@@ -66,11 +73,13 @@ def unpack(
             "resume with the model that wrote it, or start in an empty checkpoint folder",
         )
     engine.move(state["frozen_layers"])
-    engine.inner.load_state_dict(state["model"])
-    checkpoint.load_optimizer_state(engine.inner, engine.optimizer, state["optimizer"])
-    for name, item in registered.items():
-        if name in state["registered"]:
-            item.load_state_dict(state["registered"][name])
+    whole = "model" in state
+    if whole:
+        engine.inner.load_state_dict(state["model"])
+        checkpoint.load_optimizer_state(engine.inner, engine.optimizer, state["optimizer"])
+        for name, item in registered.items():
+            if name in state["registered"]:
+                item.load_state_dict(state["registered"][name])
     if state["counters"].get("step", 0) > 0:
         engine.order_is_known()
     engine.tracker.load_state_dict(state["tracker"])
@@ -80,6 +89,7 @@ def unpack(
     engine.psi = state["psi"]
     engine.renew_cache()
     decider.load_state_dict(state["decider"])
-    checkpoint.set_rng_state(state["rng"], engine.world.rank)
+    if whole:
+        checkpoint.set_rng_state(state["rng"], engine.world.rank)
     known = {field.name for field in fields(Counters)}
     return Counters(**{key: value for key, value in state["counters"].items() if key in known})

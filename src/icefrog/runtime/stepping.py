@@ -40,6 +40,9 @@ class StepGate:
         self._on_step = on_step
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
+        self._before: dict[str, Any] = {
+            name: vars(optimizer)[name] for name in ("step", "zero_grad") if name in vars(optimizer)
+        }
 
         def step(_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             return self._gated_step(args, kwargs)
@@ -93,6 +96,7 @@ class StepGate:
         self.micro, self._ended = 0, False
 
     def close(self) -> None:
-        """Give the optimizer its own methods back."""
+        """Give the optimizer its own methods back; what an LR scheduler had put in their place, too."""
         for name in ("step", "zero_grad"):
-            self.optimizer.__dict__.pop(name, None)
+            vars(self.optimizer).pop(name, None)
+        vars(self.optimizer).update(self._before)
