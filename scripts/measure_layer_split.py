@@ -69,6 +69,8 @@ class Recorder:
             statistics.micro_step(samples)
 
     def _finish(self) -> None:
+        for statistics in self._statistics:
+            statistics.mean_is_ready()
         found = [statistics.finish(None, self._samples) for statistics in self._statistics]
         self.rows.append(np.array([self._row(one) for one in found]))
         self._samples = 0

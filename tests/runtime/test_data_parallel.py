@@ -143,7 +143,7 @@ def wire_and_faults() -> dict[str, Any]:
         found["buffers"].append([b.hex() for b in models.bytes_of(elastic.layers[0]).values()] if depth else [])
     found["grad_bytes"] = [layer.param_bytes for layer in elastic.layers]
     found["names"] = sorted(elastic.model.state_dict()) == sorted(model.state_dict())
-    found["wraps"] = elastic._engine.wrapper.wraps if elastic._engine.wrapper else 0
+    found["wraps"] = elastic._engine.parallel.wraps
     with torch.no_grad():
         if rank == 0:  # validation on one rank alone does not hang
             elastic.model(x)

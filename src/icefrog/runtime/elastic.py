@@ -22,6 +22,7 @@ from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.keeper import Keeper
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Interval, Reporter
@@ -29,7 +30,7 @@ from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate
-from icefrog.runtime.wrapping import World, check_in_step
+from icefrog.runtime.wrapping import World
 from icefrog.spec import Target
 from icefrog.types import Config
 
@@ -56,6 +57,8 @@ class LayerElastic:
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
+        parallel: how the model is spread over the ranks: ``auto`` (``ddp`` where there are several, else ``single``), or a
+            :class:`~icefrog.runtime.parallel.Parallel`.
         ddp_options: further arguments of DistributedDataParallel.
         name: of the profile; default: the executor's job id.
         env: environment; default: ``os.environ``.
@@ -86,6 +89,7 @@ class LayerElastic:
         precondition: Precondition = "auto",
         grad_scaler: Any = None,
         max_grad_norm: float | None = None,
+        parallel: str | Parallel = "auto",
         ddp_options: Mapping[str, Any] | None = None,
         name: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -111,9 +115,9 @@ class LayerElastic:
             precondition=precondition,
             grad_scaler=self._scaler,
             max_grad_norm=max_grad_norm,
-            ddp_options=ddp_options or {},
         )
-        self._engine = Engine(model, optimizer, layers, self._world, options)
+        spread = choose(parallel, self._world, ddp_options or {})
+        self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
         self._decider = DepthRule(guards or Guards(), self.target)
         self._at = Counters(samples_per_epoch=samples_per_epoch)
@@ -136,8 +140,8 @@ class LayerElastic:
 
     @property
     def model(self) -> nn.Module:
-        """The module to call: the model itself in a single process, a data-parallel wrapper of it otherwise."""
-        return self._engine.outer if self._engine.outer is not None else self._engine.inner
+        """The module to call: the model itself in a single process, a wrapper of it under DDP."""
+        return self._engine.parallel.module
 
     @property
     def layers(self) -> list[Layer]:
@@ -177,8 +181,8 @@ class LayerElastic:
     def profile(self) -> Profile | None:
         """As measured so far; None before the first typical step, or before samples per epoch are known."""
         size = self._at.samples_per_epoch or self._at.epoch_samples
-        nominal = max(self._engine.batch_per_gpu, 1) * self._world.size * self._engine.options.accum_steps
-        return self._engine.profiler.profile(size, max(self.global_batch or 0, nominal)) if size else None
+        largest = max(self.global_batch or 0, self._engine.nominal_batch)
+        return self._engine.profiler.profile(size, largest) if size else None
 
     def sampler(self, num_samples: int, *, global_batch: int | None = None, seed: int = 0) -> ElasticSampler:
         """A batch sampler whose place in the epoch survives resizes: ``DataLoader(data, batch_sampler=...)``.
@@ -197,8 +201,8 @@ class LayerElastic:
         sampler = ElasticSampler(
             num_samples,
             batch,
-            rank=self._world.rank,
-            world_size=self._world.size,
+            rank=self._engine.parallel.replica,
+            world_size=self._engine.parallel.num_replicas,
             accum_steps=self._engine.options.accum_steps,
             seed=seed,
         )
@@ -236,7 +240,7 @@ class LayerElastic:
         """Collective. The first whole epoch tells its size; micro-steps that wait for their optimizer step count too."""
         at = self._at
         if at.samples_per_epoch is None:
-            waiting = self._world.sum(torch.tensor([float(self._engine.waiting_samples)], dtype=torch.float64))
+            waiting = self._world.sum(torch.tensor([self._engine.waiting_samples], dtype=torch.float64))
             at.samples_per_epoch = (at.epoch_samples + round(float(waiting[0]))) or None
 
     # --- the loop
@@ -305,7 +309,7 @@ class LayerElastic:
         """
         self._warn_of(self._engine.put_right())
         self._engine.renew_cache()
-        check_in_step(self._engine.inner, self.layers, self._world)
+        self._engine.check_in_step()
         at = self._at
         self._note_samples()
         at.metric = self._mean(metric)
@@ -378,8 +382,7 @@ class LayerElastic:
         self._enter_bounds()
         engine, at = self._engine, self._at
         step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
-        nominal = engine.batch_per_gpu * self._world.size * engine.options.accum_steps
-        throughput = nominal / step_s if step_s > 0 else 0.0
+        throughput = engine.nominal_batch / step_s if step_s > 0 else 0.0
         mine: Proposal | None = None
         if self._world.rank == 0:
             mine = self._decider.propose(
@@ -460,7 +463,9 @@ class LayerElastic:
     # --- checkpoints
 
     def state_dict(self, *, own_only: bool = False) -> dict[str, Any]:
-        """Everything needed to go on, at any world size and boundary: tensors and plain values.
+        """Everything needed to go on, at any world size, boundary and parallelism: tensors and plain values.
+
+        Collective where each rank holds a part of the model; every rank gets the whole.
 
         Args:
             own_only: leave out what other code saves (weights, optimizer, what is registered, generators): JSON values only.
@@ -481,7 +486,8 @@ class LayerElastic:
     def _save(self) -> None:
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
-        self._keeper.save(self.state_dict, {**summary, "frozen_layers": self._engine.boundary})
+        summary["frozen_layers"] = self._engine.boundary
+        self._keeper.save(self.state_dict, summary, collective=self._engine.parallel.sharded)
 
     def _resume(self) -> bool:
         state = self._keeper.newest()

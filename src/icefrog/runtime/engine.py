@@ -6,7 +6,7 @@ No policy and no disk here: :mod:`icefrog.runtime.elastic` decides when to move 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,13 @@ from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
+from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
 from icefrog.runtime.timing import LayerFlops, StepTimer
-from icefrog.runtime.wrapping import ElasticModule, World, Wrapper, check_in_step
+from icefrog.runtime.wrapping import World
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class EngineOptions:
     precondition: Precondition = "auto"
     grad_scaler: Any = None
     max_grad_norm: float | None = None
-    ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Wishes(NamedTuple):
@@ -62,16 +62,16 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         given: Sequence[nn.Module | str | Sequence[nn.Module]] | None,
         world: World,
+        parallel: Parallel,
         options: EngineOptions,
     ) -> None:
         self.inner = model
         self.optimizer = optimizer
         self.world = world
+        self.parallel = parallel
         self.options = options
         self.device = next(model.parameters()).device
         self.nodes = num_nodes(world.size)
-        self.outer: ElasticModule | None = ElasticModule(model) if world.size > 1 else None
-        self.wrapper: Wrapper | None = None
         self.sampler: ElasticSampler | None = None
         self.cache: PrefixCache | None = None
         self.psi = 1.0
@@ -94,8 +94,10 @@ class Engine:
             model.register_forward_pre_hook(self._forward_start, with_kwargs=True),
             model.register_forward_hook(self._forward_end, always_call=True),
         ]
-        world.share_parameters(model)
-        self.build(layers_from_user(model, given) if given else group_pieces(model, self.pieces))
+        parallel.start(model, world)
+        layers = layers_from_user(model, given) if given else group_pieces(model, self.pieces)
+        parallel.place(layers, optimizer)
+        self.build(layers)
 
     def build(self, layers: list[Layer]) -> None:
         """(Re)make what depends on the layers; nothing may be frozen."""
@@ -121,6 +123,8 @@ class Engine:
             self.optimizer,
             self.world,
             accum_steps=self.options.accum_steps,
+            source=self.parallel.source(self.options.accum_steps),
+            num_replicas=self.parallel.num_replicas,
             precondition=self.options.precondition,
             loss_scale=(lambda: float(scaler.get_scale())) if scaler is not None else (lambda: 1.0),
             every=self.options.stats_every,
@@ -130,11 +134,8 @@ class Engine:
         if self.micro > 0:
             self.statistics.skip()
         self.timer = StepTimer(self.inner, layers, self.device)
-        if self.outer is not None:
-            self.wrapper = Wrapper(
-                self.outer, self.freezer, self.world, self.statistics.comm_hook, self.options.ddp_options
-            )
-            self._wrap()
+        self.parallel.connect(self.freezer, self.statistics)
+        self._set_sync()
 
     def rebuild(self, order: Sequence[str]) -> None:
         """Layers for another forward order of the pieces (by name)."""
@@ -143,10 +144,12 @@ class Engine:
         self.build(group_pieces(self.inner, self.pieces))
         self._ordered = True
 
-    def _wrap(self) -> None:
-        assert self.wrapper is not None
-        self.wrapper.wrap()
-        self.wrapper.set_sync(self.micro == self.options.accum_steps - 1)
+    def _rewire(self) -> None:
+        self.parallel.rewire()
+        self._set_sync()
+
+    def _set_sync(self) -> None:
+        self.parallel.set_sync(self.micro == self.options.accum_steps - 1)
 
     def close(self) -> None:
         """Give the model back as it was: nothing frozen, no hooks; on this rank alone."""
@@ -157,8 +160,7 @@ class Engine:
             self._flops.finish()
         self.statistics.close()
         self.timer.close()
-        if self.outer is not None:
-            self.outer.__dict__["replica"] = None
+        self.parallel.close()
         if self.cache is not None:
             self.cache.close()
 
@@ -172,11 +174,9 @@ class Engine:
     def abandon(self) -> None:
         """Forget what was accumulated and what waits; training goes on from another state."""
         self.micro, self._waiting = 0, None
-        for param in self.inner.parameters():
-            param.grad = None
+        self.parallel.drop_gradients()
         self.statistics.reset()
-        if self.wrapper is not None:
-            self.wrapper.set_sync(self.options.accum_steps == 1)
+        self._set_sync()
 
     def move(self, frozen_layers: int) -> bool:
         """Collective. Put another boundary in force; False: it was already.
@@ -203,15 +203,18 @@ class Engine:
         if frozen_layers == self.freezer.frozen_layers:
             return False
         self.noticed += self.put_right()
-        check_in_step(self.inner, self.layers, self.world)
+        self.check_in_step()
         self.freezer.set_boundary(frozen_layers)
         self.tracker.set_boundary(frozen_layers)
         self.statistics.reset()
         self.profiler.moved()
-        if self.wrapper is not None:
-            self._wrap()
+        self._rewire()
         self.refresh_psi()
         return True
+
+    def check_in_step(self) -> None:
+        """Collective. See :meth:`Parallel.check_in_step`."""
+        self.parallel.check_in_step(self.layers)
 
     def cache_prefix(self, folder: Path, budget_bytes: float) -> None:
         """Keep the frozen prefix's outputs from now on."""
@@ -232,8 +235,8 @@ class Engine:
         counts = self.world.sum(torch.tensor([float(len(names)), float(before != after)]))
         if float(counts[1]) > 0:
             self._attach()
-        elif float(counts[0]) > 0 and self.wrapper is not None:
-            self._wrap()
+        elif float(counts[0]) > 0:
+            self._rewire()
         return names
 
     def refresh_psi(self) -> None:
@@ -315,9 +318,18 @@ class Engine:
         self._ordered = True
 
     @property
-    def waiting_samples(self) -> int:
-        """Of this rank's micro-steps since the last optimizer step."""
-        return self._step_samples if self.micro > 0 else 0
+    def waiting_samples(self) -> float:
+        """This rank's share of the samples since the last optimizer step; summed over ranks, each counts once."""
+        return self._share() if self.micro > 0 else 0.0
+
+    def _share(self) -> float:
+        """Ranks of one replica see the same samples."""
+        return self._step_samples * self.parallel.num_replicas / self.world.size
+
+    @property
+    def nominal_batch(self) -> int:
+        """M in samples, of a full step."""
+        return max(self.batch_per_gpu, 1) * self.parallel.num_replicas * self.options.accum_steps
 
     def _set_flops(self, forward: Mapping[int, float]) -> None:
         if not self._flops_samples or any(self.profiler.flops):
@@ -347,16 +359,15 @@ class Engine:
         if micro < last:
             following = self._micro_samples(micro + 1, cursor)
             if following != samples:  # so that in the end every sample counts the same
-                self._scale_grads(samples / following)
+                self.parallel.scale_gradients(samples / following)
                 self.statistics.rescale_micro(samples / following)
-            if self.wrapper is not None and micro + 1 == last:
-                self.wrapper.set_sync(True)
+            if micro + 1 == last:
                 self._set_weight(following, cursor)
-        elif self.world.size == 1 and last > 0:
-            self._scale_grads(samples / self._step_samples)
+        else:
+            self.parallel.average(self.statistics.weight[0])
             self.statistics.mean_is_ready()
-        if self.wrapper is not None and micro == last and last > 0:
-            self.wrapper.set_sync(False)
+        if last > 0:
+            self._set_sync()
 
     def prepare(self, cursor: int) -> None:
         """Before a step's first forward: the weight of this rank's gradient, n_r / M."""
@@ -367,23 +378,17 @@ class Engine:
         """The bucket holds g_r * n_r / n_last after the micro-steps: make it n_r / M of the average."""
         if self.sampler is None or self.sampler.next_size(cursor) == 0:
             mean_scale = 1.0 / self.options.accum_steps
-            weight = mean_scale / self.world.size
+            weight = mean_scale / self.parallel.num_replicas
         else:
             sizes = self.sampler.step_sizes(cursor)
-            mean_scale = last_micro_samples / sizes.of_rank(self.world.rank)
+            mean_scale = last_micro_samples / sizes.of_rank(self.parallel.replica)
             weight = last_micro_samples / sizes.total
         self.statistics.set_weight(weight, mean_scale)
 
     def _micro_samples(self, micro: int, cursor: int) -> int:
         if self.sampler is not None and self.sampler.next_size(cursor) > 0:
-            return self.sampler.step_sizes(cursor).sizes[micro][self.world.rank]
+            return self.sampler.step_sizes(cursor).sizes[micro][self.parallel.replica]
         return self._seen
-
-    def _scale_grads(self, factor: float) -> None:
-        for layer in self.layers[self.freezer.frozen_layers :]:
-            for param in layer.params.values():
-                if param.grad is not None:
-                    param.grad.mul_(factor)
 
     def step(self, real_step: Callable[[], Any] | None, wishes: Wishes) -> tuple[Any, int, Wishes]:
         """Collective. One optimizer step: statistics, then the step itself.
@@ -413,7 +418,7 @@ class Engine:
             return None, total, agreed
         if self.options.max_grad_norm is not None:
             live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
-            torch.nn.utils.clip_grad_norm_(live, self.options.max_grad_norm)
+            self.parallel.clip(live, self.options.max_grad_norm)
         result = real_step()
         self._passed, self._counted = 0, True  # an optimizer may have run its closure again (LBFGS)
         times = self.timer.step_exit()
@@ -426,8 +431,8 @@ class Engine:
         return result, total, agreed
 
     def _observe(self, wishes: Wishes) -> tuple[int, Wishes]:
-        mine = [float(self._step_samples), float(wishes.stop), float(wishes.regrant)]
-        due = self.world.size > 1 and self.statistics.due
+        mine = [self._share(), float(wishes.stop), float(wishes.regrant)]
+        due = self.statistics.due
         local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
         sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), local])).cpu()
         total = round(float(sums[0]))

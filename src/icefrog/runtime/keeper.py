@@ -60,14 +60,19 @@ class Keeper:
 
     # --- saving
 
-    def save(self, pack: Callable[[], dict[str, Any]], summary: Mapping[str, Any]) -> None:
+    def save(self, pack: Callable[[], dict[str, Any]], summary: Mapping[str, Any], *, collective: bool = False) -> None:
         """Copy the state and write it beside training. Call at a step boundary, on every rank.
 
         Args:
             pack: gives the state; called on rank 0 only.
             summary: a few JSON values for humans, among them ``effective_samples``.
+            collective: ``pack`` needs all ranks, and is called on each.
         """
-        if self.store is None or self._world.rank != 0:
+        if self.store is None:
+            return
+        if self._world.rank != 0:
+            if collective:
+                pack()
             return
         start = time.perf_counter()
         self.join()

@@ -26,12 +26,15 @@ class Stateful(Protocol):
 
 
 def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Everything needed to go on at any world size and boundary: tensors and plain values."""
+    """Everything needed to go on at any world size and boundary: tensors and plain values.
+
+    Collective where the parallelism is ``sharded``.
+    """
     names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
         **pack_own(engine, decider, counters),
-        "model": engine.inner.state_dict(),
-        "optimizer": checkpoint.optimizer_state(engine.inner, engine.optimizer),
+        "model": engine.parallel.model_state(),
+        "optimizer": engine.parallel.optimizer_state(engine.optimizer),
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "rng": checkpoint.rng_state(),
         "statistics": engine.statistics.state_dict(names),
@@ -75,8 +78,8 @@ def unpack(
     engine.move(state["frozen_layers"])
     whole = "model" in state
     if whole:
-        engine.inner.load_state_dict(state["model"])
-        checkpoint.load_optimizer_state(engine.inner, engine.optimizer, state["optimizer"])
+        engine.parallel.load_model_state(state["model"])
+        engine.parallel.load_optimizer_state(engine.optimizer, state["optimizer"])
         for name, item in registered.items():
             if name in state["registered"]:
                 item.load_state_dict(state["registered"][name])

@@ -30,6 +30,7 @@ from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.wrapping import World
 
 Precondition = Literal["auto", "raw"]
+Source = Literal["replicas", "micro_steps", "steps"]
 _SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 
 
@@ -88,6 +89,8 @@ class Statistics:
         optimizer: for the preconditioner.
         world: this process among its peers.
         accum_steps: k.
+        source: where the gradients come from whose spread is measured; default: by the numbers of ranks and micro-steps.
+        num_replicas: d, copies of the model that see different samples; default: all ranks.
         precondition: see :class:`Preconditioner`.
         loss_scale: present scale of the loss (AMP), 1 without.
         every: measure each n-th step only.
@@ -100,6 +103,8 @@ class Statistics:
         world: World,
         *,
         accum_steps: int = 1,
+        source: Source | None = None,
+        num_replicas: int | None = None,
         precondition: Precondition = "auto",
         loss_scale: Callable[[], float] = lambda: 1.0,
         every: int = 1,
@@ -112,9 +117,11 @@ class Statistics:
         self.accum_steps = accum_steps
         self.loss_scale = loss_scale
         self.every = every
-        self.replicas = world.size if world.size > 1 else accum_steps
+        copies = world.size if num_replicas is None else num_replicas
+        self.source: Source = source or ("replicas" if copies > 1 else "micro_steps" if accum_steps > 1 else "steps")
+        self.replicas = {"replicas": copies, "micro_steps": accum_steps, "steps": 1}[self.source]
         self.capture = False
-        self._weight = 1.0 / world.size  # of this rank's accumulated gradient in the average
+        self._weight = 1.0 / copies  # of this rank's accumulated gradient in the average
         self._mean_scale = 1.0  # accumulated gradient -> g_r
         self.bytes_reduced = 0  # gradient bytes handed to the all-reduce so far
         self._step = 0
@@ -126,9 +133,9 @@ class Statistics:
         self._last_samples = 0
         self._last_scale = 1.0  # loss scale of ``_last``
         self._micro = torch.zeros(0)
-        self._mean: FloatArray | None = None  # |g|^2 by layer of the averaged micro-steps
+        self._mean: torch.Tensor | None = None  # |g|^2 by layer of the averaged micro-steps
         self._handles: list[RemovableHandle] = []
-        if self.replicas == 1:
+        if self.source == "steps":
             self._handles = [on_gradient(param, self._copy) for param in self.params]
         self.reset()
 
@@ -154,7 +161,7 @@ class Statistics:
         On one rank that is the last gradient (one more copy of it in the checkpoint), and only if the coming step is
         measured: with it, a resumed run is the uninterrupted one to the bit.
         """
-        needed = self.world.size == 1 and self.replicas == 1 and self.due
+        needed = self.world.size == 1 and self.source == "steps" and self.due
         last = {names[key]: grad for key, grad in self._last.items() if key in names} if needed else {}
         origin = {"last_samples": self._last_samples, "last_scale": self._last_scale}
         return {"step": self._step, **origin, "last": last}
@@ -164,7 +171,7 @@ class Statistics:
         self.reset()
         self._step = state["step"]
         self._plan()
-        if self.world.size == 1 and self.replicas == 1:
+        if self.world.size == 1 and self.source == "steps":
             self._last_samples, self._last_scale = state["last_samples"], state["last_scale"]
             self._last = {
                 id(params[name]): grad.to(params[name].device, copy=True) for name, grad in state["last"].items()
@@ -177,7 +184,7 @@ class Statistics:
     def _plan(self) -> None:
         """Whether the coming step is measured (or, with R = 1, is the one before a measured one)."""
         place = (self._step + 1) % self.every
-        self.capture = place == 0 or (self.replicas == 1 and place == self.every - 1)
+        self.capture = place == 0 or (self.source == "steps" and place == self.every - 1)
 
     @property
     def due(self) -> bool:
@@ -204,18 +211,17 @@ class Statistics:
         else:
             held.copy_(param.grad)
 
-    def _successive(self, samples: int) -> StepStatistics | None:
+    def _successive(self) -> torch.Tensor | None:
+        """|g_t - g_(t-1)|^2 and g_t . g_(t-1) by layer, shape (2L,)."""
         pairs = [p for p in self.params if p.requires_grad and id(p) in self._now and id(p) in self._last]
-        if not pairs or samples != self._last_samples:
-            return None
-        scales = self._scales(pairs)
+        scales = self._scales(pairs) if pairs else None
         if scales is None:
             return None
         now = [_wide(g) for g in self._scaled([self._now[id(p)] for p in pairs], scales)]
         last = [_wide(g) for g in self._scaled([self._last[id(p)] for p in pairs], scales, self._last_scale)]
         diff = self._by_layer(pairs, [torch.sum((n - b) ** 2) for n, b in zip(now, last, strict=True)])
         dot = self._by_layer(pairs, [torch.sum(n * b) for n, b in zip(now, last, strict=True)])
-        return StepStatistics(*successive_estimate(_array(diff), _array(dot), samples))
+        return torch.cat([diff, dot])
 
     # --- several ranks
 
@@ -245,8 +251,8 @@ class Statistics:
     # --- one rank, accumulation micro-steps
 
     def micro_step(self, samples: int) -> None:
-        """A micro-step's backward is over (single process): add n_r |g_r|^2 of what it added to the gradient."""
-        if not self.capture or self.world.size > 1 or self.accum_steps == 1:
+        """A micro-step's backward is over (where they are the source): add n_r |g_r|^2 of what it added to the gradient."""
+        if not self.capture or self.source != "micro_steps":
             return
         live = [p for p in self.params if p.requires_grad and p.grad is not None]
         scales = self._scales(live)
@@ -267,37 +273,53 @@ class Statistics:
             held.mul_(factor)
 
     def mean_is_ready(self) -> None:
-        """The accumulated gradient is the average now; not yet un-scaled or clipped (single process)."""
-        if not self.due or self._missing:
+        """The accumulated gradient is the average now; not yet un-scaled or clipped (micro-steps are the source)."""
+        if self.source != "micro_steps" or not self.due or self._missing:
             return
         live = [p for p in self.params if p.requires_grad and p.grad is not None]
         scales = self._scales(live)
         if scales is not None:
-            self._mean = _array(self._sqr_norms(live, [p.grad for p in live if p.grad is not None], scales))
+            grads = [p.grad for p in live if p.grad is not None]
+            self._mean = self._sqr_norms(live, grads, scales).double().cpu()
 
     # --- common
 
     def local(self, samples: int) -> torch.Tensor:
-        """n_r |g_r|^2 by layer, float64 on the CPU, shape (L,): what is summed over ranks. NaN where there is none."""
-        if self._missing or not self._before:
-            return torch.full((self.num_layers,), float("nan"), dtype=torch.float64)
-        return samples * torch.stack([t.double().cpu() for t in self._before.values()]).sum(0)
+        """This rank's part of the estimate, to be summed over ranks: float64 on the CPU. NaN where there is none.
 
-    def finish(self, weighted: FloatArray | None, total_samples: int) -> StepStatistics | None:
+        Replicas: n_r |g_r|^2 by layer, shape (L,). Micro-steps: sum n_r |g_r|^2, then |g|^2, of this rank's parameters,
+        shape (2L,). Steps: |g_t - g_(t-1)|^2, then g_t . g_(t-1), of this rank's parameters, shape (2L,).
+        """
+        parts = None if self._missing else self._parts(samples)
+        if parts is None:
+            rows = 1 if self.source == "replicas" else 2
+            return torch.full((rows * self.num_layers,), float("nan"), dtype=torch.float64)
+        return parts.detach().to("cpu", torch.float64)
+
+    def _parts(self, samples: int) -> torch.Tensor | None:
+        if self.source == "steps":
+            return self._successive()
+        if self.source == "replicas":
+            return samples * _total(self._before) if self._before else None
+        return torch.cat([self._micro, self._mean]) if self._mean is not None else None
+
+    def finish(self, sums: FloatArray | None, total_samples: int) -> StepStatistics | None:
         """The step's statistics, if it was measured; prepares the next step.
 
         Args:
-            weighted: sum over ranks of :meth:`local`, shape (L,), where there are several ranks.
+            sums: over ranks of :meth:`local`; None: this process is alone.
             total_samples: M.
         """
-        result = self._finish(weighted, total_samples) if self.due and not self._missing else None
+        result = None
+        if self.due:
+            result = self._finish(_array(self.local(total_samples)) if sums is None else sums, total_samples)
         self._step += 1
         self._before.clear()
         self._after.clear()
         self._micro.zero_()
         self._mean = None
         missing, self._missing = self._missing, False
-        if self.replicas == 1 and not missing:
+        if self.source == "steps" and not missing:
             if self.capture:
                 self._last, self._now = self._now, self._last
                 self._last_samples, self._last_scale = total_samples, self.loss_scale()
@@ -306,17 +328,20 @@ class Statistics:
         self._plan()
         return result
 
-    def _finish(self, weighted: FloatArray | None, total: int) -> StepStatistics | None:
-        if self.replicas == 1:
-            return self._successive(total)
-        if self.world.size > 1:
-            if weighted is None or not self._after or not np.all(np.isfinite(weighted)):
+    def _finish(self, sums: FloatArray, total: int) -> StepStatistics | None:
+        if self.source == "steps":
+            if np.all(np.isnan(sums)) or total != self._last_samples:
                 return None
-            mean = _array(torch.stack([t.double().cpu() for t in self._after.values()]).sum(0))
+            diff, dot = np.split(sums, 2)
+            return StepStatistics(*successive_estimate(diff, dot, total))
+        if self.source == "replicas":
+            if not self._after or not np.all(np.isfinite(sums)):
+                return None
+            weighted, mean = sums, _array(_total(self._after))
         else:
-            if self._mean is None:
+            if np.all(np.isnan(sums)):
                 return None
-            mean, weighted = self._mean, _array(self._micro)
+            weighted, mean = np.split(sums, 2)
         # Every replica is given the weighted mean of |g_r|^2: the estimate depends on that mean alone.
         rows = np.tile(weighted / total, (self.replicas, 1))
         samples = np.full(self.replicas, total / self.replicas)
@@ -366,6 +391,10 @@ def _wide(grad: torch.Tensor) -> torch.Tensor:
     """As real numbers of at least 32 bits: sums of squares need them."""
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     return real if real.dtype == torch.float64 else real.to(torch.float32)
+
+
+def _total(by_bucket: dict[int, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([values.double().cpu() for values in by_bucket.values()]).sum(0)
 
 
 def _array(values: torch.Tensor) -> FloatArray:

@@ -1,0 +1,32 @@
+"""How a model is spread over processes, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from icefrog.errors import UserError
+from icefrog.runtime.parallel.base import Parallel as Parallel
+from icefrog.runtime.parallel.ddp import DataParallel as DataParallel
+from icefrog.runtime.parallel.single import Single as Single
+from icefrog.runtime.wrapping import World
+
+KINDS = ("auto", "single", "ddp")
+
+
+def choose(kind: str | Parallel, world: World, ddp_options: Mapping[str, Any]) -> Parallel:
+    """The parallelism that a job asked for. In one process all kinds that only deal samples are the same: single.
+
+    Raises:
+        UserError: an unknown name, or ``single`` in several processes.
+    """
+    if isinstance(kind, Parallel):
+        return kind
+    if kind not in KINDS:
+        raise UserError(f"unknown parallelism {kind!r}", f"choose one of {', '.join(KINDS)}, or give a Parallel object")
+    if kind == "single" and world.size > 1:
+        raise UserError(
+            f"parallel='single' in a group of {world.size} processes would train {world.size} models apart",
+            "use parallel='auto', or start one process",
+        )
+    return DataParallel(ddp_options) if world.size > 1 else Single()
