@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
-from icefrog.estimate.penalty import GradientTracker
 from icefrog.runtime import Guards, LayerElastic, protocol
-from icefrog.runtime.deciding import Bounds, DepthRule
 from icefrog.spec import Target
-from icefrog.types import Config
 
 PAPER = Guards(0, 0, 0, 0)
 
@@ -91,73 +88,6 @@ def test_decisions_follow_the_tuner_within_bounds() -> None:
     assert all(0 <= d.frozen_layers <= 2 for d in decisions)
     assert all(0 < d.psi <= 1 and d.effective_progress > 0 for d in decisions[1:])
     assert elastic.frozen_layers == decisions[-1].frozen_layers
-
-
-def propose(rule: DepthRule, tracker: GradientTracker, now: int, profile, step: int = 10_000, done: float = 1.0):  # type: ignore[no-untyped-def]
-    return rule.propose(
-        step=step,
-        config=Config(1, 16, frozen_layers=now),
-        profile=profile,
-        tracker=tracker,
-        bounds=Bounds("tuner", 0, 3),
-        psi=1.0,
-        measured_throughput=100.0,
-        share_done=done,
-    )
-
-
-@pytest.fixture
-def measured():  # type: ignore[no-untyped-def]
-    """A profile in which freezing pays: 4 equal layers, backward as in a real network twice the forward."""
-    from icefrog.profile import ComputeCurve, LayerCost, OccupancyParams, Profile, ThroughputParams
-
-    return Profile(
-        name="p",
-        layers=tuple(LayerCost(name=str(i), flops=1.0, param_bytes=1.0) for i in range(4)),
-        throughput=ThroughputParams(fwd=ComputeCurve(alpha_s=0, beta_s=1e-3), bwd=ComputeCurve(alpha_s=0, beta_s=2e-3)),
-        occupancy=OccupancyParams(mem_bytes=(1.0, 0, 0, 0), util_pct=(1.0, 0, 0, 0)),
-        samples_per_epoch=64,
-        max_local_batch=16,
-        provenance="test",
-    )
-
-
-def test_layers_unfreeze_when_the_suffix_variance_falls(measured) -> None:  # type: ignore[no-untyped-def]
-    """Recorded statistics: the stored prefix term stays while the suffix falls, so psi falls and layers are opened."""
-    tracker, rule, depth, depths = GradientTracker(4), DepthRule(PAPER, None), 0, []
-    recorded = [[5, 5, 45, 45]] * 60 + [[5, 5, 45 * 0.9**i, 45 * 0.9**i] for i in range(120)]
-    for variance in recorded:
-        tracker.observe(variance, [1.0] * 4)
-        proposal = propose(rule, tracker, depth, measured)
-        if proposal.frozen_layers != depth:
-            depth = proposal.frozen_layers
-            tracker.set_boundary(depth)
-        depths.append(depth)
-    assert depths[:19] == [0] * 19  # not ready
-    assert depths[30] == 2  # psi = .9, T = 3 / 2
-    assert depths[-1] == 0
-    assert sorted(set(depths), reverse=True)[0] == 2
-
-
-def test_guards(measured) -> None:  # type: ignore[no-untyped-def]
-    tracker = GradientTracker(4)
-    for _ in range(30):
-        tracker.observe([5, 5, 45, 45], [1.0] * 4)
-    target = Target(value=0.9)
-    rule = DepthRule(Guards(warmup_share=0.1, dwell_steps=20, stall_patience=2), target)
-    assert propose(rule, tracker, 0, measured, done=0.05).reason.startswith("warm-up")
-    assert propose(rule, tracker, 0, measured).frozen_layers == 2
-    rule.moved(9_990)
-    assert propose(rule, tracker, 0, measured).reason.startswith("dwells")
-    assert propose(rule, tracker, 0, measured, step=10_010).frozen_layers == 2
-    for metric in (0.5, 0.5, 0.4):
-        rule.see_metric(metric)
-    tracker.set_boundary(2)
-    stalled = propose(rule, tracker, 2, measured, step=20_000)
-    assert (stalled.frozen_layers, stalled.psi) == (0, 1.0)
-    assert propose(rule, tracker, 0, measured, step=30_000).frozen_layers == 0  # held open
-    rule.see_metric(0.6)
-    assert propose(rule, tracker, 0, measured, step=40_000).frozen_layers == 2
 
 
 def test_the_grant_narrows_the_bounds_and_may_change_while_running(tmp_path: Path) -> None:

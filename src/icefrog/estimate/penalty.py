@@ -192,6 +192,11 @@ class GradientTracker:
         """|G|^2 by layer, shape (L,), clamped at 0."""
         return np.asarray(self._values()[1])
 
+    @property
+    def fresh(self) -> tuple[bool, ...]:
+        """Whether each layer's value comes from its own recent steps; False: stored when it last trained, or unknown."""
+        return tuple((self._trusted() & (self._steps > 0)).tolist())
+
     def noise_scale(self) -> float | None:
         """phi = sum S / sum |G|^2, samples; None while not ready or where no signal is left to divide by."""
         signal = float(self.sqr_norm.sum())
@@ -241,9 +246,12 @@ class GradientTracker:
         """(2, L): the value in force for each layer, unclamped; NaN where nothing is known."""
         correction = 1.0 - self.decay ** np.maximum(self._steps, 1)
         fresh = np.where(self._steps > 0, self._ema / correction, np.nan)
-        trusted = (self._steps >= self.ready_steps) | np.isnan(self._stored[0])
-        trusted &= np.arange(self.num_layers) >= self._frozen
-        return np.where(trusted, fresh, self._stored)
+        return np.where(self._trusted(), fresh, self._stored)
+
+    def _trusted(self) -> npt.NDArray[np.bool_]:
+        """(L,): whether the layer's own EMA is believed, rather than the stored value."""
+        old_enough = (self._steps >= self.ready_steps) | np.isnan(self._stored[0])
+        return np.asarray(old_enough & (np.arange(self.num_layers) >= self._frozen))
 
     def _values(self) -> FloatArray:
         return np.maximum(np.nan_to_num(self._current(), nan=0.0), 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from icefrog.runtime.deciding import Guards as Guards
+    from icefrog.estimate.boundary import Guards as Guards
     from icefrog.runtime.decision import Decision as Decision
     from icefrog.runtime.decision import Stopped as Stopped
     from icefrog.runtime.elastic import LayerElastic as LayerElastic
@@ -21,7 +21,7 @@ _HOME = {
     "Decision": "decision",
     "DivergenceError": "wrapping",
     "ElasticSampler": "sampler",
-    "Guards": "deciding",
+    "Guards": "rules",
     "LayerElastic": "elastic",
     "Stopped": "decision",
 }

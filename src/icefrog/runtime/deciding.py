@@ -1,160 +1,297 @@
-"""Chooses the boundary: the Layer Tuner inside the grant's bounds, behind the guards of :mod:`icefrog.estimate.boundary`.
-Runs on rank 0 only."""
+"""Decides the boundary, on all ranks together: rank 0 asks the freezing rule inside the bounds, all ranks obey."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-import numpy as np
+import torch
 
-from icefrog.estimate.boundary import Guards, Standing, dwells, imposed_depth
-from icefrog.estimate.penalty import GradientTracker, frozen_penalty
-from icefrog.estimate.tuner import max_frozen_layers, tune
-from icefrog.profile import Profile
+from icefrog.estimate.tuner import max_frozen_layers
+from icefrog.profile import LayerCost, Profile
+from icefrog.runtime.agent import Agent
+from icefrog.runtime.engine import Engine
+from icefrog.runtime.layer_rates import scaled_step
 from icefrog.runtime.protocol import Grant
+from icefrog.runtime.reporting import Counters, Interval
+from icefrog.runtime.rules import FreezeOut, NoFreezing
+from icefrog.runtime.rules.base import Bounds, CacheState, FreezingRule, Gradients, Hands, Proposal, Situation
+from icefrog.runtime.wrapping import World
 from icefrog.spec import Target
 from icefrog.types import Config
 
-__all__ = ["Bounds", "DepthRule", "Guards", "Proposal"]
+__all__ = ["Decider", "bounds_of"]
+
+_NEVER = -(10**9)
+
+
+def bounds_of(num_layers: int, max_fraction: float, grant: Grant | None) -> Bounds:
+    """The user's fraction, narrowed by the grant."""
+    most = max_frozen_layers(num_layers, max_fraction)
+    if grant is None:
+        return Bounds(0, most)
+    most = min(most, max_frozen_layers(num_layers, grant.max_fraction))
+    if grant.max_frozen_layers is not None:
+        most = min(most, grant.max_frozen_layers)
+    least = min(grant.min_frozen_layers, num_layers - 1)
+    return Bounds(least, max(most, least))
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Within which the boundary may move."""
+class Pace:
+    """Progress between two decisions, the same bits on every rank."""
 
-    rule: str = "tuner"
-    min_frozen: int = 0
-    max_frozen: int = 0
-    shared: bool = False
+    share_done: float
+    samples: int
+    share_per_sample: float
 
-    @classmethod
-    def of(cls, num_layers: int, max_fraction: float, rule: str, grant: Grant | None) -> Bounds:
-        """The user's fraction and rule, narrowed by the grant."""
-        most = max_frozen_layers(num_layers, max_fraction)
-        if grant is None:
-            return cls(rule, 0, most)
-        most = min(most, max_frozen_layers(num_layers, grant.max_fraction))
-        if grant.max_frozen_layers is not None:
-            most = min(most, grant.max_frozen_layers)
-        least = min(grant.min_frozen_layers, num_layers - 1)
-        return cls("none" if "none" in (rule, grant.rule) else rule, least, max(most, least), grant.shared)
+    def at(self, samples: int) -> float:
+        """Share of P0 done after so many samples."""
+        return self.share_done + (samples - self.samples) * self.share_per_sample
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What rank 0 decided: plain values, broadcast to all ranks."""
+class Decider:
+    """Owns the rule and what it is told.
 
-    frozen_layers: int
-    psi: float
-    throughput: float
-    effective_progress: float
-    reason: str
+    Args:
+        rule: the user's.
+        engine: what is measured and moved.
+        agent: the scheduler's grant.
+        world: this process among its peers.
+        target: validation metric that ends training.
+        max_fraction: largest share of layers frozen.
+    """
 
-
-class DepthRule:
-    """The guards' memory around :func:`icefrog.estimate.tuner.tune`."""
-
-    def __init__(self, guards: Guards, target: Target | None) -> None:
-        self.guards = guards
+    def __init__(
+        self,
+        rule: FreezingRule,
+        engine: Engine,
+        agent: Agent,
+        world: World,
+        *,
+        target: Target | None,
+        max_fraction: float,
+    ) -> None:
+        self.rule = rule
+        self.active = rule
+        """The rule in force: the grant may put another in the place of the user's."""
+        self.engine = engine
+        self.agent = agent
+        self.world = world
         self.target = target
+        self.max_fraction = max_fraction
+        self.metrics: list[float] = []
         self.best_metric: float | None = None
         self.stalled = 0
-        self.held_open = False
-        self.last_move_step = -(10**9)
+        self.last_move_step = _NEVER
+        self._granted = (NoFreezing(), FreezeOut())
+        self._pace: Pace | None = None
+        self._loss: float | torch.Tensor = 0.0
+        self._losses = 0
+
+    # --- what it is told
 
     def see_metric(self, metric: float | None) -> None:
         """Take in a validation metric (None or NaN: nothing new)."""
         if metric is None or math.isnan(metric):
             return
+        self.metrics.append(metric)
         sign = -1.0 if self.target is not None and self.target.mode == "min" else 1.0
         if self.best_metric is None or sign * metric > sign * self.best_metric:
-            self.best_metric, self.stalled, self.held_open = metric, 0, False
+            self.best_metric, self.stalled = metric, 0
         else:
             self.stalled += 1
 
-    def propose(
-        self,
-        *,
-        step: int,
-        config: Config,
-        profile: Profile | None,
-        tracker: GradientTracker,
-        bounds: Bounds,
-        psi: float,
-        measured_throughput: float,
-        share_done: float,
-    ) -> Proposal:
-        """The boundary from the next step on.
+    def note_loss(self, loss: float | torch.Tensor) -> None:
+        """Take in the training loss of a step; it is not looked at (no synchronisation) before the next decision."""
+        self._loss = self._loss + (loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        self._losses += 1
+
+    def _mean_loss(self) -> float | None:
+        """Collective. Mean over ranks and over the steps since the last call."""
+        sums = self.world.sum(torch.tensor([float(self._loss), float(self._losses)], dtype=torch.float64))
+        self._loss, self._losses = 0.0, 0
+        return float(sums[0] / sums[1]) if sums[1] > 0 else None
+
+    # --- steps
+
+    def run_step(self, real_step: Callable[[], Any], at: Counters) -> Any:
+        """The optimizer's step, as the rule in force wants it: observed, or with a learning rate for each layer."""
+        rule, engine = self.active, self.engine
+        if rule.observes and self.world.rank == 0:
+            rule.observe(Hands(at.step, engine.inner, engine.layers, engine.freezer.frozen_layers))
+        if not rule.anneals or self._pace is None:
+            return real_step()
+        return scaled_step(real_step, engine.layers, rule.lr_factors(self._pace.at(at.samples), len(engine.layers)))
+
+    # --- decisions
+
+    def enter_bounds(self, at: Counters, total: float | None) -> None:
+        """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes.
 
         Args:
-            step: optimizer steps so far.
-            config: in force now.
-            profile: as measured so far; None: nothing measured yet.
-            tracker: gradient statistics.
-            bounds: legal depths.
-            psi: of the boundary in force.
-            measured_throughput: samples/s now; 0 where unknown.
-            share_done: effective samples / P0; 0 while P0 is unknown.
+            at: the job's place in its training.
+            total: P0, samples; None: unknown.
         """
-        now = config.frozen_layers
-        if bounds.rule == "none":
-            return self._stay(max(now, bounds.min_frozen), psi, measured_throughput, "freezing is left to the user")
-        stats = tracker.stats()
-        if profile is None or stats is None:
-            depth = min(max(now, bounds.min_frozen), bounds.max_frozen)
-            return self._stay(depth, psi, measured_throughput, "not ready: too few steps measured")
-        standing = Standing(now, bounds.min_frozen, share_done, step - self.last_move_step, self._stall_opens(now))
-        if (imposed := imposed_depth(self.guards, standing)) is not None:
-            return self._stay(imposed[0], 1.0, measured_throughput, imposed[1])
-        choice = tune(
-            profile,
-            stats.variance,
-            num_gpus=config.num_gpus,
-            shared=bounds.shared,
-            global_batches=[config.global_batch],
-            max_frozen_layers=bounds.max_frozen,
-            min_frozen_layers=bounds.min_frozen,
-            current=config,
-            hysteresis=self.guards.hysteresis,
+        grant, engine = self.agent.grant, self.engine
+        depth, shared = engine.boundary, False
+        if grant is not None:
+            depth, shared = self._bounds().clamp(depth), grant.shared
+        found = depth, shared, self._place_of(self._ruling())
+        depth, engine.shared, place = self.world.from_rank0(found)
+        self.active = self._rules()[place]
+        self.move(depth, at, total)
+
+    def start(self, at: Counters, total: float | None) -> None:
+        """Collective. Before the first step of this process: the bounds, and on a fresh run the rule's first word."""
+        self.enter_bounds(at, total)
+        if at.step == 0:
+            self.move(self._ask(self._situation(at, total, None, None)).frozen_layers, at, total)
+
+    def decide(self, at: Counters, total: float | None, profile: Profile | None) -> tuple[Proposal, Interval]:
+        """Collective. Ask the rule and move the boundary.
+
+        Args:
+            at: the job's place in its training; ``effective_samples`` become rank 0's.
+            total: P0, samples; None: unknown.
+            profile: as measured so far; rank 0's counts.
+
+        Returns:
+            (what is in force from now on, what was measured up to now).
+        """
+        if self.world.rank == 0:
+            self.agent.refresh_grant()
+        self.enter_bounds(at, total)
+        engine = self.engine
+        now = self._situation(at, total, profile, self._mean_loss())
+        proposal = self._ask(now)
+        at.effective_samples = self.world.from_rank0(at.effective_samples)
+        interval = Interval(
+            now.step_s,
+            now.measured_throughput,
+            engine.psi,
+            *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared),
         )
-        depth = max(choice.config.frozen_layers, bounds.min_frozen)
-        reason = choice.reason
-        if dwells(self.guards, standing, depth):
-            depth, reason = min(max(now, bounds.min_frozen), bounds.max_frozen), "dwells: the last move is too recent"
-        if depth != choice.config.frozen_layers:
-            worth = float(np.nan_to_num(frozen_penalty(stats.variance)[depth], nan=psi))
-            return self._stay(depth, worth, measured_throughput, reason)
-        return Proposal(depth, choice.psi, choice.throughput, choice.effective_progress, reason)
+        self.move(proposal.frozen_layers, at, total)
+        self._set_pace(at, total)
+        return proposal, interval
 
-    def moved(self, step: int) -> None:
-        """The boundary moved at this step."""
-        self.last_move_step = step
+    def _ask(self, now: Situation) -> Proposal:
+        """Collective. What the rule says on rank 0; a rule that anneals goes on in the same state on every rank."""
+        rule, rank0 = self.active, self.world.rank == 0
+        proposal: Proposal
+        proposal, state = self.world.from_rank0(
+            (_within(rule.propose(now), now), rule.state_dict() if rule.anneals else None) if rank0 else None
+        )
+        if state is not None and not rank0:
+            rule.load_state_dict(state)
+        return proposal
 
-    def _stall_opens(self, frozen_layers: int) -> bool:
-        if self.target is None or self.guards.stall_patience == 0:
-            return False
-        if frozen_layers > 0 and self.stalled >= self.guards.stall_patience:
-            self.held_open = True
-        return self.held_open
+    def move(self, frozen_layers: int, at: Counters, total: float | None) -> None:
+        """Collective. Put a boundary in force, and remember when."""
+        if self.engine.move(frozen_layers):
+            self.last_move_step = at.step
+            self._set_pace(at, total)
 
-    @staticmethod
-    def _stay(depth: int, psi: float, throughput: float, reason: str) -> Proposal:
-        return Proposal(depth, psi, throughput, psi * throughput, reason)
+    def _set_pace(self, at: Counters, total: float | None) -> None:
+        """Collective."""
+        mine = Pace(at.effective_samples / total, at.samples, self.engine.psi / total) if total else None
+        self._pace = self.world.from_rank0(mine)
+
+    def _rules(self) -> Sequence[FreezingRule]:
+        return (self.rule, *self._granted)
+
+    def _place_of(self, rule: FreezingRule) -> int:
+        return next(place for place, other in enumerate(self._rules()) if other is rule)
+
+    def _ruling(self) -> FreezingRule:
+        """The rule that the grant allows (rank 0's grant is the one that is renewed)."""
+        grant = self.agent.grant
+        nothing, freezeout = self._granted
+        if grant is None or self.rule.name == "none":
+            return self.rule
+        if grant.rule == "none":
+            return nothing
+        return freezeout if grant.freezing == "freezeout" and self.rule.name != "freezeout" else self.rule
+
+    def _bounds(self) -> Bounds:
+        return bounds_of(len(self.engine.layers), self.max_fraction, self.agent.grant)
+
+    def _situation(self, at: Counters, total: float | None, profile: Profile | None, loss: float | None) -> Situation:
+        engine, grant = self.engine, self.agent.grant
+        stats = engine.tracker.stats()
+        step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
+        cache = engine.cache
+        return Situation(
+            step=at.step,
+            samples=at.samples,
+            epoch=at.epoch,
+            effective_samples=at.effective_samples,
+            share_done=at.effective_samples / total if total else 0.0,
+            steps_since_move=at.step - self.last_move_step,
+            config=Config(
+                num_gpus=self.world.size,
+                batch_per_gpu=max(engine.batch_per_gpu, 1),
+                accum_steps=engine.options.accum_steps,
+                frozen_layers=engine.boundary,
+                shared=grant.shared if grant else False,
+            ),
+            num_nodes=engine.nodes,
+            bounds=self._bounds(),
+            layers=tuple(
+                LayerCost(name=layer.name, flops=flops, param_bytes=layer.param_bytes)
+                for layer, flops in zip(engine.layers, engine.profiler.flops, strict=True)
+            ),
+            psi=engine.psi,
+            step_s=step_s,
+            measured_throughput=engine.nominal_batch / step_s if step_s > 0 else 0.0,
+            gradients=Gradients(stats.variance, stats.sqr_norm, engine.tracker.fresh) if stats else None,
+            profile=profile,
+            target=self.target,
+            metrics=tuple(self.metrics),
+            best_metric=self.best_metric,
+            stalled=self.stalled,
+            train_loss=loss,
+            learning_rates=tuple(float(group["lr"]) for group in engine.optimizer.param_groups),
+            cache=CacheState(cache.hits, cache.misses, cache.off_reason) if cache is not None else None,
+        )
+
+    # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, and what the rule keeps."""
         return {
+            "metrics": list(self.metrics),
             "best_metric": self.best_metric,
             "stalled": self.stalled,
-            "held_open": self.held_open,
             "last_move_step": self.last_move_step,
+            "pace": None if self._pace is None else list(astuple(self._pace)),
+            "rules": [[rule.name, rule.state_dict()] for rule in self._rules()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Inverse of :meth:`state_dict`. A rule that the checkpoint does not know starts afresh."""
+        self.metrics = list(state["metrics"])
         self.best_metric = state["best_metric"]
         self.stalled = state["stalled"]
-        self.held_open = state["held_open"]
         self.last_move_step = state["last_move_step"]
+        self._pace = None if state["pace"] is None else Pace(*state["pace"])
+        for rule, (name, kept) in zip(self._rules(), state["rules"], strict=True):
+            if rule.name == name:
+                rule.load_state_dict(kept)
+
+
+def _within(proposal: Proposal, now: Situation) -> Proposal:
+    """Staying is always possible (a boundary set by hand may lie outside the fraction); a move must be within the bounds."""
+    depth = proposal.frozen_layers
+    if depth != now.frozen_layers and now.bounds.clamp(depth) != depth:
+        proposal = now.at(depth, proposal.reason)
+    if proposal.effective_progress is not None:
+        return proposal
+    depth = proposal.frozen_layers
+    worth, speed = now.worth(depth), now.throughput(depth)
+    if depth == now.frozen_layers:
+        worth = now.psi
+    return replace(proposal, effective_progress=worth * speed if worth is not None and speed is not None else 0.0)

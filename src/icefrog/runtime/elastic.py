@@ -17,7 +17,7 @@ from icefrog.profile import Profile
 from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
-from icefrog.runtime.deciding import Bounds, DepthRule, Guards, Proposal
+from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.keeper import Keeper
@@ -25,14 +25,14 @@ from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.protocol import Outcome
-from icefrog.runtime.reporting import Counters, Interval, Reporter
+from icefrog.runtime.reporting import Counters, Reporter
+from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate
 from icefrog.runtime.wrapping import World
 from icefrog.spec import Target
-from icefrog.types import Config
 
 
 class LayerElastic:
@@ -47,12 +47,13 @@ class LayerElastic:
         samples_per_epoch: default: the elastic sampler's, or what the first whole epoch turns out to be.
         global_batch: M in samples, for :meth:`sampler`; default: the grant's.
         accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
-        rule: ``tuner``, or ``none``: the boundary moves only by :meth:`freeze`. Default: the grant's, or ``tuner``.
+        rule: who decides the boundary: a name (``tuner``, ``freezeout``, ...; ``none``: only :meth:`freeze` does), a
+            :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the grant's, or ``tuner``.
         max_fraction: largest share of layers frozen; default 0.9. The grant can only lower it.
         tune_every_steps: also decide every so many steps, not only at the end of epochs.
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
         checkpoint_every_steps: also save every so many steps.
-        guards: see :class:`~icefrog.runtime.deciding.Guards`; ``Guards(0, 0, 0, 0)`` is the paper's plain argmax.
+        guards: of ``tuner`` (:class:`~icefrog.estimate.boundary.Guards`); ``Guards(0, 0, 0, 0)``: the paper's plain argmax.
         stats_every: measure gradient statistics each n-th step.
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
@@ -79,7 +80,7 @@ class LayerElastic:
         samples_per_epoch: int | None = None,
         global_batch: int | None = None,
         accum_steps: int | None = None,
-        rule: Literal["tuner", "none"] | None = None,
+        rule: Rule | None = None,
         max_fraction: float = 0.9,
         tune_every_steps: int | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -100,8 +101,7 @@ class LayerElastic:
         accum = accum_steps or (grant.accum_steps if grant else 1)
         self._reporter = Reporter(self.agent)
         self.optimizer = optimizer
-        self.rule: str = rule or (grant.rule if grant else "tuner")
-        self.max_fraction = max_fraction
+        self.rule: FreezingRule = make_rule(rule or (grant.rule if grant else "tuner"), guards)
         self.target = target or (grant.target if grant else None)
         self.global_batch = global_batch or (grant.global_batch if grant else None)
         self.tune_every_steps = tune_every_steps
@@ -119,7 +119,9 @@ class LayerElastic:
         spread = choose(parallel, self._world, ddp_options or {})
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
-        self._decider = DepthRule(guards or Guards(), self.target)
+        self._decider = Decider(
+            self.rule, self._engine, self.agent, self._world, target=self.target, max_fraction=max_fraction
+        )
         self._at = Counters(samples_per_epoch=samples_per_epoch)
         self._max_epochs: int | None = grant.max_epochs if grant else None
         self._registered: dict[str, Stateful] = {}
@@ -234,7 +236,12 @@ class LayerElastic:
         Raises:
             UserError: not in 0..L-1; freezing every layer leaves nothing to train.
         """
-        self._move(int(self._world.from_rank0(frozen_layers)))
+        self._decider.move(int(self._world.from_rank0(frozen_layers)), self._at, self._total())
+        self._warn_of([])
+
+    def note_loss(self, loss: float | torch.Tensor) -> None:
+        """Optional, once a step: tell the freezing rule the training loss. It is read at the next decision, not now."""
+        self._decider.note_loss(loss)
 
     def _note_samples(self) -> None:
         """Collective. The first whole epoch tells its size; micro-steps that wait for their optimizer step count too."""
@@ -281,7 +288,7 @@ class LayerElastic:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
         self._max_epochs = max_epochs
         resumed = self._resume() or self._at.step > 0
-        self._enter_bounds()
+        self._decider.start(self._at, self._total())
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
 
@@ -334,9 +341,10 @@ class LayerElastic:
         Without a ``real_step`` (its gradient is not finite) the samples are gone for this epoch, but count as no progress.
         """
         wishes = Wishes(self.agent.stop_requested(), self._world.rank == 0 and self.agent.refresh_grant())
-        result, samples, agreed = self._engine.step(real_step, wishes)
-        self.stepped = real_step is not None
         at = self._at
+        stepping = None if real_step is None else lambda: self._decider.run_step(real_step, at)
+        result, samples, agreed = self._engine.step(stepping, wishes)
+        self.stepped = real_step is not None
         at.epoch_samples += samples
         if real_step is not None:
             at.step += 1
@@ -349,7 +357,8 @@ class LayerElastic:
             self._warn(message)
         self._warn_of([])
         if agreed.regrant:
-            self._enter_bounds()
+            self._decider.enter_bounds(at, self._total())
+            self._warn_of([])
         if self.stepped and self.tune_every_steps and at.step % self.tune_every_steps == 0:
             self._decide()
             self._engine.timer.reset()
@@ -365,78 +374,32 @@ class LayerElastic:
 
     # --- decisions
 
-    def _enter_bounds(self) -> None:
-        """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes."""
-        grant = self.agent.grant
-        depth, shared = self._engine.boundary, False
-        if grant is not None:
-            bounds = Bounds.of(len(self.layers), self.max_fraction, self.rule, grant)
-            depth, shared = min(max(depth, bounds.min_frozen), bounds.max_frozen), grant.shared
-        depth, self._engine.shared = self._world.from_rank0((depth, shared))
-        self._move(depth)
-
     def _decide(self) -> Decision:
         """Collective. Rank 0 decides, all apply."""
-        if self._world.rank == 0:
-            self.agent.refresh_grant()
-        self._enter_bounds()
-        engine, at = self._engine, self._at
-        step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
-        throughput = engine.nominal_batch / step_s if step_s > 0 else 0.0
-        mine: Proposal | None = None
-        if self._world.rank == 0:
-            mine = self._decider.propose(
-                step=at.step,
-                config=self._config(),
-                profile=self.profile(),
-                tracker=engine.tracker,
-                bounds=Bounds.of(len(self.layers), self.max_fraction, self.rule, self.agent.grant),
-                psi=engine.psi,
-                measured_throughput=throughput,
-                share_done=at.effective_samples / total if (total := self._total()) else 0.0,
-            )
-        proposal: Proposal
-        proposal, at.effective_samples = self._world.from_rank0((mine, at.effective_samples))
-        interval = Interval(
-            step_s, throughput, engine.psi, *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared)
-        )
-        self._move(proposal.frozen_layers)
+        at, total = self._at, self._total()
+        proposal, interval = self._decider.decide(at, total, self.profile() if self._world.rank == 0 else None)
+        self._warn_of([])
         at.outcome = self._outcome()
         if self._reporter.listened_to:
             self._reporter.progress(
                 at,
                 interval,
-                total=self._total(),
+                total=total,
                 frozen_layers=self.frozen_layers,
-                psi=engine.psi,
-                stats=engine.tracker.stats(),
+                psi=self.psi,
+                stats=self._engine.tracker.stats(),
                 reason=proposal.reason,
                 profile=self.profile(),
             )
         return Decision(
             frozen_layers=proposal.frozen_layers,
-            psi=engine.psi,
-            effective_progress=proposal.effective_progress,
+            psi=self.psi,
+            effective_progress=proposal.effective_progress or 0.0,
             reason=proposal.reason,
             effective_samples=at.effective_samples,
             metric=at.metric,
             done=at.outcome is not None,
         )
-
-    def _config(self) -> Config:
-        engine = self._engine
-        return Config(
-            num_gpus=self._world.size,
-            batch_per_gpu=max(engine.batch_per_gpu, 1),
-            accum_steps=engine.options.accum_steps,
-            frozen_layers=self._engine.boundary,
-            shared=self.agent.grant.shared if self.agent.grant else False,
-        )
-
-    def _move(self, frozen_layers: int) -> None:
-        if self._engine.move(frozen_layers):
-            self._decider.moved(self._at.step)
-        self._warn_of([])
 
     def _total(self) -> float | None:
         """P0, samples."""

@@ -43,7 +43,11 @@ class Grant(_Frozen):
     min_frozen_layers: int = Field(default=0, ge=0)
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: max_fraction alone bounds it")
     max_fraction: float = Field(default=0.9, ge=0, le=1)
-    rule: Literal["tuner", "none"] = "tuner"
+    rule: Literal["tuner", "none"] = Field(default="tuner", description="the job file's")
+    freezing: Literal["none", "tuner", "freezeout"] = Field(
+        default="tuner",
+        description="the rule that the scheduler's policy reckons with; freezeout: the job must follow it",
+    )
     shared: bool = False
     target: Target | None = None
     max_epochs: int | None = Field(default=None, ge=1)

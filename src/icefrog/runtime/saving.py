@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from icefrog.errors import UserError
 from icefrog.runtime import checkpoint
-from icefrog.runtime.deciding import DepthRule
+from icefrog.runtime.deciding import Decider
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.reporting import Counters
 
@@ -25,7 +25,7 @@ class Stateful(Protocol):
         ...
 
 
-def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
+def pack(engine: Engine, decider: Decider, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
     """Everything needed to go on at any world size and boundary: tensors and plain values.
 
     Collective where the parallelism is ``sharded``.
@@ -41,7 +41,7 @@ def pack(engine: Engine, decider: DepthRule, counters: Counters, registered: Map
     }
 
 
-def pack_own(engine: Engine, decider: DepthRule, counters: Counters) -> dict[str, Any]:
+def pack_own(engine: Engine, decider: Decider, counters: Counters) -> dict[str, Any]:
     """What nobody else knows: the boundary, statistics, times, the rule's memory and counters; JSON values."""
     return {
         "schema": 1,
@@ -56,9 +56,7 @@ def pack_own(engine: Engine, decider: DepthRule, counters: Counters) -> dict[str
     }
 
 
-def unpack(
-    state: Mapping[str, Any], engine: Engine, decider: DepthRule, registered: Mapping[str, Stateful]
-) -> Counters:
+def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registered: Mapping[str, Stateful]) -> Counters:
     """Collective. Inverse of :func:`pack` or :func:`pack_own`; returns the counters.
 
     Raises:
