@@ -27,7 +27,7 @@ test-data: $(READY)   ## published results, from the public measurements in $$IC
 test-adapters:        ## the adapters, against the real libraries, in an environment of their own (once: 2 GB)
 	@test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
 	@.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[huggingface,lightning,examples]' 'pytest>=8.3'
+	  -e '.[huggingface,lightning,examples]' 'pytest>=8.3' 'hypothesis>=6.100'
 	@.venv-adapters/bin/python -m pytest -m adapters tests/integrations
 
 lint: $(READY)        ## style and banned imports

@@ -67,7 +67,7 @@ class ScalerGate:
                 "the GradScaler given to LayerElastic steps another optimizer, too",
                 "give that optimizer its own scaler",
             )
-        if args or "closure" in kwargs:
+        if any(arg is not None for arg in args) or kwargs.get("closure") is not None:
             raise UserError("a GradScaler does not work with step(closure)", "call loss.backward(), then scaler.step()")
         if not gate.at_last_micro:
             return optimizer.step()

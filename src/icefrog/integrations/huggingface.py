@@ -1,0 +1,201 @@
+"""Layer elasticity for the Hugging Face ``Trainer``: one callback (docs/adapters.md)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from transformers import TrainerCallback
+
+from icefrog.errors import UserError
+from icefrog.runtime import Decision, LayerElastic
+from icefrog.runtime.agent import Agent
+from icefrog.spec import Target
+
+_KEY = "icefrog"  # of our entry in the TrainerState, which travels in each checkpoint's trainer_state.json
+
+
+class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
+    """Freezes and un-freezes layers of the Trainer's model: ``Trainer(..., callbacks=[LayerElasticCallback()])``.
+
+    The Trainer stays in charge: its schedule, logging, evaluation, clipping, accumulation and checkpoints are as before. The
+    boundary is decided after each evaluation (where there is none, after each epoch), and is part of the checkpoints.
+
+    Args:
+        metric: name of the evaluation metric, with or without ``eval_``; default: the grant's, else
+            ``metric_for_best_model``, else the loss.
+        mode: whether more is better; default: ``greater_is_better`` with ``metric_for_best_model``, else ``min`` for a loss
+            and ``max`` otherwise.
+        target: ends training when the metric reaches it; default: the grant's, or none.
+        options: of :class:`~icefrog.runtime.LayerElastic` (``layers``, ``rule``, ``tune_every_steps``, ...).
+
+    Attributes:
+        elastic: the LayerElastic in use; None outside of training.
+        decisions: all of the present or last training.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = None,
+        *,
+        mode: Literal["max", "min"] | None = None,
+        target: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.metric = metric
+        self.mode = mode
+        self.target = target
+        self.options = options
+        self.elastic: LayerElastic | None = None
+        self.decisions: list[Decision] = []
+        self._name = ""
+        self._epochs_ended = 0
+        self._stop = False
+        self._metric_seen = False
+
+    # --- the Trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the layers of the model as it is now; put back what a resumed checkpoint holds.
+
+        Raises:
+            UserError: the Trainer spreads the model in a way that the boundary cannot follow.
+        """
+        _refuse(args)
+        self._close()
+        elastic = self._build(args, state, kwargs["model"], kwargs["optimizer"])
+        self.elastic = elastic
+        self.decisions, self._stop, self._metric_seen = [], False, False
+        self._epochs_ended = int(_epochs(state))
+        saved = state.stateful_callbacks.get(_KEY) if state.global_step > 0 else None
+        if saved is not None:
+            if saved["step"] != state.global_step:
+                warnings.warn(f"the boundary is that of step {saved['step']}, not {state.global_step}", stacklevel=2)
+            elastic.load_state_dict(json.loads(saved["state"]))
+        elif state.global_step > 0:
+            warnings.warn("the checkpoint was written without layer elasticity: no layer is frozen", stacklevel=2)
+        elastic.begin(max(math.ceil(state.num_train_epochs), 1))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Save and end where the executor asks for it."""
+        if self._stop:
+            control.should_save = control.should_training_stop = True
+        self._remember(state, control.should_save or control.should_evaluate)
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Decide, unless an evaluation follows or has just done so."""
+        if self.elastic is not None and not control.should_evaluate and _epochs(state) > self._epochs_ended:
+            self._decide(state, None)
+        self._remember(state, control.should_save)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
+        """Decide; end training at the target."""
+        elastic = self.elastic
+        if elastic is None or state.global_step == 0:
+            return control
+        value = metrics.get(self._name, metrics.get(f"eval_{self._name}"))
+        if value is None:
+            if not self._metric_seen and _epochs(state) > self._epochs_ended:
+                warnings.warn(f"no metric {self._name!r} in this evaluation, only {', '.join(metrics)}", stacklevel=2)
+                self._decide(state, None)
+        else:
+            self._metric_seen = True
+            self._decide(state, float(value))
+            if elastic.target is not None and elastic.target.reached(float(value)):
+                control.should_training_stop = True
+        self._remember(state, True)
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell the executor, if there is one."""
+        if self.elastic is not None:
+            self.elastic.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the model and the optimizer back as they were."""
+        if self.elastic is not None:
+            self.elastic.finish()
+        self._close()
+
+    # --- what they are made of
+
+    def _build(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> LayerElastic:
+        plain, scaler = optimizer, getattr(optimizer, "scaler", None)
+        while getattr(plain, "optimizer", None) is not None:  # accelerate's wrapper
+            plain = plain.optimizer
+        elastic = LayerElastic(
+            model,
+            plain,
+            target=self._target(args),
+            samples_per_epoch=_samples_per_epoch(args, state),
+            grad_scaler=scaler,
+            on_stop=self._on_stop,
+            **self.options,
+        )
+        if scaler is not None:
+            optimizer.__setstate__(
+                {}
+            )  # accelerate's wrapper remembers the plain optimizer's ``step``: the one of before
+        return elastic
+
+    def _target(self, args: Any) -> Target | None:
+        """Settles the metric's name, too."""
+        grant = Agent(os.environ).grant
+        granted = grant.target if grant is not None and self.target is None else None
+        name = self.metric or (granted.metric if granted else None) or args.metric_for_best_model or "loss"
+        self._name = name.removeprefix("eval_")
+        if granted is not None or self.target is None:
+            return granted
+        mode = self.mode
+        if mode is None and args.greater_is_better is not None and self.metric is None:
+            mode = "max" if args.greater_is_better else "min"
+        return Target(
+            metric=self._name, value=self.target, mode=mode or ("min" if self._name.endswith("loss") else "max")
+        )
+
+    def _on_stop(self) -> None:
+        self._stop = True
+
+    def _decide(self, state: Any, metric: float | None) -> None:
+        assert self.elastic is not None
+        if _epochs(state) > self._epochs_ended:
+            self._epochs_ended = int(_epochs(state))
+            self.decisions.append(self.elastic.end_epoch(metric))
+        else:
+            self.decisions.append(self.elastic.decide(metric))
+
+    def _remember(self, state: Any, needed: bool) -> None:
+        """Put our state where the Trainer saves its own."""
+        if self.elastic is not None and needed:
+            own = json.dumps(self.elastic.state_dict(own_only=True))
+            state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": own}
+
+    def _close(self) -> None:
+        if self.elastic is not None:
+            self.elastic.close()
+            self.elastic = None
+
+
+def _epochs(state: Any) -> int:
+    """Whole epochs done."""
+    return math.floor(float(state.epoch or 0.0) + 1e-9)
+
+
+def _samples_per_epoch(args: Any, state: Any) -> int:
+    """By the Trainer's own plan, which may end within an epoch (``max_steps``)."""
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return max(round(float(state.max_steps) * batch / max(state.num_train_epochs, 1)), 1)
+
+
+def _refuse(args: Any) -> None:
+    if args.n_gpu > 1:
+        raise UserError(
+            "the Trainer uses nn.DataParallel, whose replicas the boundary cannot follow",
+            "start one process per GPU with torchrun, or show the process one GPU (CUDA_VISIBLE_DEVICES)",
+        )

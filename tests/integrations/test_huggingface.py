@@ -1,0 +1,250 @@
+"""The Hugging Face adapter against the real Trainer. Run by ``make test-adapters``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="pip install 'icefrog[huggingface]', or make test-adapters")
+pytest.importorskip("accelerate", reason="pip install 'icefrog[huggingface]', or make test-adapters")
+
+import hf_models as hf  # noqa: E402 - the library comes first
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from icefrog.errors import UserError  # noqa: E402
+from icefrog.integrations.huggingface import LayerElasticCallback  # noqa: E402
+from icefrog.runtime import Guards, protocol  # noqa: E402
+
+pytestmark = pytest.mark.adapters
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def by_hand(**options: Any) -> LayerElasticCallback:
+    return LayerElasticCallback(rule="none", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"bf16": True},
+        {"optim": "sgd", "lr_scheduler_type": "cosine", "max_grad_norm": 0.1},
+        {"gradient_checkpointing": True},
+    ],
+    ids=["plain", "accumulation", "bf16", "sgd", "checkpointing"],
+)
+def test_with_nothing_frozen_training_is_the_same_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    without = hf.trainer(tmp_path / "a", [], **options)
+    without.train()
+    callback = by_hand()
+    with_it = hf.trainer(tmp_path / "b", [callback], **options)
+    with_it.train()
+    assert hf.losses(with_it) == hf.losses(without)
+    assert hf.bits(with_it.model) == hf.bits(without.model)
+    assert len(hf.losses(without)) == (9 if "gradient_accumulation_steps" in options else 24)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"gradient_checkpointing": True}], ids=["plain", "bf16", "ckpt"]
+)
+def test_a_frozen_prefix_does_not_move_and_costs_no_backward(tmp_path: Path, options: dict[str, Any]) -> None:
+    callback = by_hand()
+    kept: list[dict[str, bytes]] = []
+    flops: list[int] = []
+
+    def prefix() -> dict[str, bytes]:
+        elastic = callback.elastic
+        assert elastic is not None
+        params = {name: param for layer in elastic.layers[:3] for name, param in layer.params.items()}
+        moments = {
+            f"{name}.{key}": value
+            for name, param in params.items()
+            for key, value in elastic.optimizer.state[param].items()
+        }
+        return {name: tensor.detach().numpy().tobytes() for name, tensor in {**params, **moments}.items()}
+
+    def freeze() -> None:
+        callback.elastic.freeze(3)
+        kept.append(prefix())
+
+    def unfreeze() -> None:
+        kept.append(prefix())
+        callback.elastic.freeze(0)
+
+    made = hf.trainer(tmp_path, [callback, hf.At(6, freeze), hf.At2(14, unfreeze)], eval_strategy="epoch", **options)
+    plain_step = made.training_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            loss = plain_step(*args, **kwargs)
+        flops.append(counter.get_total_flops())
+        return loss
+
+    made.training_step = counted
+    made.train()
+    assert kept[0] == kept[1]
+    names = list(kept[0])
+    assert any(name.startswith("bert.embeddings") for name in names)
+    assert any(name.startswith("bert.encoder.layer.1.") for name in names)
+    assert flops[10] < 0.75 * flops[3]
+    assert flops[20] == flops[3]
+    assert hf.bits(made.model) != hf.bits(hf.bert())
+
+
+def test_the_layers_of_an_encoder_and_of_a_decoder_with_a_tied_head(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    callback = by_hand()
+    made = hf.trainer(tmp_path, [callback, hf.At(2, lambda: seen.append([x.name for x in callback.elastic.layers]))])
+    made.train()
+    assert seen[0] == ["bert.embeddings", *(f"bert.encoder.layer.{i}" for i in range(3)), "bert.pooler", "classifier"]
+
+    callback = by_hand()
+    kept: list[Any] = []
+
+    def look() -> None:
+        elastic = callback.elastic
+        seen.append([layer.name for layer in elastic.layers])
+        elastic.freeze(2)
+        kept.append((hf.bits(made.model), elastic.layers[:2]))
+
+    made = hf.trainer(tmp_path, [callback, hf.At(2, look)], model=hf.gpt2(), data=hf.Sentences(language=True))
+    made.train()
+    assert seen[1] == ["transformer.wpe", "transformer.h.0", "transformer.h.1", "lm_head"]
+    before, layers = kept[0]
+    after = hf.bits(made.model)
+    frozen = [name for layer in layers for name in layer.params]
+    assert frozen
+    assert all(before[name] == after[name] for name in frozen)
+    assert before["transformer.wte.weight"] != after["transformer.wte.weight"]  # tied: it trains with the head
+
+
+def test_the_tuner_decides_after_each_evaluation(tmp_path: Path) -> None:
+    callback = LayerElasticCallback("accuracy", guards=Guards(0, 0, 0, 0))
+    made = hf.trainer(tmp_path, [callback], eval_strategy="steps", eval_steps=4, gradient_accumulation_steps=1)
+    made.train()
+    measured = [row["eval_accuracy"] for row in made.state.log_history if "eval_accuracy" in row]
+    assert [decision.metric for decision in callback.decisions] == measured
+    assert len(measured) == 6
+    assert [d.reason.startswith("not ready") for d in callback.decisions] == [True] * 5 + [False]
+    assert callback.decisions[-1].effective_samples == pytest.approx(3 * 128)
+
+
+def test_without_evaluation_it_decides_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    callback = by_hand()
+    made = hf.trainer(tmp_path, [callback], gradient_accumulation_steps=3)
+    made.train()
+    assert [(d.metric, d.effective_samples) for d in callback.decisions] == [(None, 128), (None, 256), (None, 384)]
+
+
+def test_the_target_ends_training(tmp_path: Path) -> None:
+    callback = by_hand(metric="eval_loss", target=10.0)
+    made = hf.trainer(tmp_path, [callback], eval_strategy="epoch")
+    made.train()
+    assert made.state.global_step == 8
+    callback = by_hand(metric="accuracy", target=1.1)
+    made = hf.trainer(tmp_path, [callback], eval_strategy="epoch")
+    made.train()
+    assert made.state.global_step == 24
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
+    made = hf.trainer(tmp_path, [by_hand(metric="f1")], eval_strategy="epoch", num_train_epochs=1)
+    with pytest.warns(UserWarning, match=r"no metric 'f1' in this evaluation, only eval_loss, eval_accuracy"):
+        made.train()
+
+
+@pytest.mark.parametrize(("strategy", "at"), [("epoch", 8), ("steps", 12)])
+def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path, strategy: str, at: int) -> None:
+    def run(folder: Path, resume: Path | None) -> tuple[Any, LayerElasticCallback]:
+        callback = by_hand()
+        moves = [hf.At(5, lambda: callback.elastic.freeze(2)), hf.At2(20, lambda: callback.elastic.freeze(1))]
+        options = {"save_strategy": strategy, "save_steps": at, "eval_strategy": "epoch"}
+        made = hf.trainer(folder, [callback, *moves], **options)
+        made.train(resume_from_checkpoint=str(resume) if resume else None)
+        return made, callback
+
+    whole, first = run(tmp_path / "a", None)
+    elsewhere = (tmp_path / "a" / f"checkpoint-{at}").rename(tmp_path / "moved")
+    resumed, second = run(tmp_path / "b", elsewhere)
+    assert hf.losses(resumed)[at:] == hf.losses(whole)[at:]
+    assert hf.bits(resumed.model) == hf.bits(whole.model)
+    ended = [(d.frozen_layers, d.metric) for d in first.decisions]
+    assert [depth for depth, _ in ended] == [2, 2, 1]
+    assert [(d.frozen_layers, d.metric) for d in second.decisions] == ended[1:]
+    # One step is not measured after a resume, so psi differs a little.
+    assert second.decisions[-1].effective_samples == pytest.approx(first.decisions[-1].effective_samples, rel=0.02)
+
+
+def test_the_best_model_comes_back_whole_and_can_be_trained_again(tmp_path: Path) -> None:
+    callback = by_hand()
+    made = hf.trainer(
+        tmp_path,
+        [callback, hf.At(5, lambda: callback.elastic.freeze(3))],
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+    )
+    made.train()
+    best = type(made.model).from_pretrained(made.state.best_model_checkpoint)
+    assert hf.bits(best) == hf.bits(made.model)
+    assert all(param.requires_grad for param in made.model.parameters())
+    assert not any(module._forward_pre_hooks for module in made.model.modules())
+    assert callback.elastic is None
+    made.train()
+    assert len(callback.decisions) == 3
+    assert math.isfinite(made.evaluate()["eval_loss"])
+
+
+def test_a_grad_scaler_of_accelerate(tmp_path: Path) -> None:
+    """fp16 itself needs a GPU; accelerate's scaler and its patched ``step`` are the same on the CPU."""
+
+    def run(callbacks: list[Any]) -> Any:
+        made = hf.trainer(tmp_path, callbacks, gradient_accumulation_steps=2, eval_strategy="epoch")
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4)
+        made.train()
+        return made
+
+    without, callback = run([]), by_hand()
+    with_it = run([callback])
+    assert with_it.accelerator.scaler.get_scale() == without.accelerator.scaler.get_scale()
+    assert hf.losses(with_it) == hf.losses(without)
+    assert hf.bits(with_it.model) == hf.bits(without.model)
+
+
+def test_a_request_to_stop_saves_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(protocol.ENV_ATTEMPT_DIR, str(tmp_path))
+    monkeypatch.setenv(protocol.ENV_CHECKPOINT_DIR, str(tmp_path / "own"))
+    stop = tmp_path / protocol.STOP_FILE
+    made = hf.trainer(tmp_path / "out", [by_hand(), hf.At(4, stop.touch)])
+    made.train()
+    assert made.state.global_step == 5
+    lines = [protocol.decode(line) for line in (tmp_path / protocol.REPORTS_FILE).read_text().splitlines()]
+    assert [line.kind for line in lines] == ["started", "checkpointed", "stopped"]
+    assert Path(lines[1].path) == tmp_path / "out" / "checkpoint-5"
+    assert Path(lines[1].path, "trainer_state.json").is_file()
+    stop.unlink()
+    again = hf.trainer(tmp_path / "out", [by_hand()])
+    again.train(resume_from_checkpoint=True)
+    last = protocol.decode((tmp_path / protocol.REPORTS_FILE).read_text().splitlines()[-1])
+    assert (last.kind, last.outcome, last.effective_samples) == ("finished", "completed", 3 * 128)
+
+
+def test_data_parallel_in_one_process_is_refused(tmp_path: Path) -> None:
+    made = hf.trainer(tmp_path, [by_hand()])
+    made.args._n_gpu = 2
+    with pytest.raises(UserError, match=r"nn\.DataParallel"):
+        made.callback_handler.on_train_begin(made.args, made.state, made.control)
