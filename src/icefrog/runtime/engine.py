@@ -79,7 +79,10 @@ class Engine:
         self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
         self._seen = 0  # samples of the last forward pass, from the model's input
         self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
+        self._passes = 1  # backward passes of the micro-step
         self._counted = True  # the last forward pass belongs to a micro-step that is over
+        self._unit = 0  # samples of the micro-step whose gradient has weight 1 in the accumulated one
+        self._units = 0  # sum over the micro-steps since the last optimizer step
         self._step_samples = 0
         self.micro = 0  # micro-steps done since the last optimizer step
         self._waiting: int | None = None  # a boundary that comes into force with the next optimizer step
@@ -265,7 +268,15 @@ class Engine:
             return
         if not self._counted and self.timer.backward_ran:
             self._passed += self._seen  # accumulation by the user: several backwards before one step
-        self._seen, self._counted = _batch_size((args, kwargs)), False
+            self._passes += 1
+            if self.parallel.num_replicas > 1 and self.options.accum_steps > 1:
+                raise UserError(
+                    f"several backward passes before one optimizer.step(), with accum_steps={self.options.accum_steps}",
+                    "call optimizer.step() after each backward pass: every k-th call steps, on the average",
+                )
+        first, self._seen, self._counted = self._counted, _batch_size((args, kwargs)), False
+        if first and self.sampler is None and self.options.accum_steps > 1:
+            self._weigh(self._seen)
         if self._flops is None:
             roots = (
                 [(i, piece.module) for i, piece in enumerate(self.pieces)]
@@ -276,6 +287,16 @@ class Engine:
             self._flops.__enter__()  # type: ignore[no-untyped-call]
             self._counting = True
             self._flops_samples = self._seen
+
+    def _weigh(self, samples: int) -> None:
+        """A micro-step begins whose size nobody told before (a loader of the user's own): every sample counts the same."""
+        if self.micro > 0 and samples not in (0, self._unit):
+            self.parallel.scale_gradients(self._unit / samples)
+            self.statistics.rescale_micro(self._unit / samples)
+        self._unit, self._units = samples, samples + (self._units if self.micro > 0 else 0)
+        if self.micro == self.options.accum_steps - 1 and samples > 0:
+            mean_scale = samples / self._units
+            self.statistics.set_weight(mean_scale / self.parallel.num_replicas, mean_scale)
 
     def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
         if model is self.inner and self._counting and self._flops is not None:
@@ -436,7 +457,8 @@ class Engine:
         local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
         sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), local])).cpu()
         total = round(float(sums[0]))
-        found = self.statistics.finish(np.asarray(sums[3:].numpy()) if due else None, total)
+        found = self.statistics.finish(np.asarray(sums[3:].numpy()) if due else None, total, self._passes)
+        self._passes = 1
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
             self.refresh_psi()
         return total, Wishes(bool(sums[1] > 0), bool(sums[2] > 0))

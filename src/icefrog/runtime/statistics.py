@@ -303,16 +303,18 @@ class Statistics:
             return samples * _total(self._before) if self._before else None
         return torch.cat([self._micro, self._mean]) if self._mean is not None else None
 
-    def finish(self, sums: FloatArray | None, total_samples: int) -> StepStatistics | None:
+    def finish(self, sums: FloatArray | None, total_samples: int, passes: int = 1) -> StepStatistics | None:
         """The step's statistics, if it was measured; prepares the next step.
 
         Args:
             sums: over ranks of :meth:`local`; None: this process is alone.
             total_samples: M.
+            passes: backward passes of each rank that the user summed up before the step, each synchronised on its own.
         """
         result = None
         if self.due:
-            result = self._finish(_array(self.local(total_samples)) if sums is None else sums, total_samples)
+            mine = _array(self.local(total_samples)) if sums is None else sums
+            result = self._finish(mine, total_samples, passes)
         self._step += 1
         self._before.clear()
         self._after.clear()
@@ -328,7 +330,7 @@ class Statistics:
         self._plan()
         return result
 
-    def _finish(self, sums: FloatArray, total: int) -> StepStatistics | None:
+    def _finish(self, sums: FloatArray, total: int, passes: int) -> StepStatistics | None:
         if self.source == "steps":
             if np.all(np.isnan(sums)) or total != self._last_samples:
                 return None
@@ -345,7 +347,12 @@ class Statistics:
         # Every replica is given the weighted mean of |g_r|^2: the estimate depends on that mean alone.
         rows = np.tile(weighted / total, (self.replicas, 1))
         samples = np.full(self.replicas, total / self.replicas)
-        return StepStatistics(*replica_estimate(rows, mean, samples))
+        variance, sqr_norm = replica_estimate(rows, mean, samples)
+        if self.source == "replicas" and passes > 1:
+            # Ranks differ by the last pass alone, whose variance is one of ``passes`` equal parts of the gradient's.
+            sqr_norm = sqr_norm - (passes - 1) * variance / total
+            variance = passes * variance
+        return StepStatistics(variance, sqr_norm)
 
     def _scales(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """One per parameter; empty: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
