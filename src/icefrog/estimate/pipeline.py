@@ -78,6 +78,19 @@ def stages_of(profile: Profile, num_stages: int) -> Stages:
     return known
 
 
+def replicas_of(profile: Profile, num_gpus: int) -> int:
+    """d: how many parts of a batch are worked on side by side on so many GPUs, each by a whole network."""
+    pipelined = profile.parallel
+    if not isinstance(pipelined, Pipelined):
+        return num_gpus
+    return 1 if pipelined.num_stages is None else num_gpus // _num_stages(profile, pipelined, num_gpus)
+
+
+def _num_stages(profile: Profile, pipelined: Pipelined, num_gpus: int) -> int:
+    most = min(num_gpus, profile.num_layers)
+    return most if pipelined.num_stages is None else min(pipelined.num_stages, most)
+
+
 def pipeline_step_s(
     profile: Profile,
     pipelined: Pipelined,
@@ -97,11 +110,8 @@ def pipeline_step_s(
     found = np.empty(gpus.shape)
     for count in np.unique(gpus):
         here = gpus == count
-        most = min(int(count), profile.num_layers)
-        num_stages = most if pipelined.num_stages is None else min(pipelined.num_stages, most)
-        replicas = 1 if pipelined.num_stages is None else int(count) // num_stages
-        stages = stages_of(profile, num_stages)
-        at = (int(count), replicas, nodes[here], batch[here], depth[here], micro[here])
+        stages = stages_of(profile, _num_stages(profile, pipelined, int(count)))
+        at = (int(count), replicas_of(profile, int(count)), nodes[here], batch[here], depth[here], micro[here])
         found[here] = _steps(profile, pipelined, stages, *at)
     return found
 

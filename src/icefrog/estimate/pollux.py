@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icefrog.errors import UserError
-from icefrog.estimate.fit import NOT_FITTED, FitError, ThroughputPoint, fit_error, fit_params
+from icefrog.estimate.fit import NOT_FITTED, FitError, fit_error, fit_params
+from icefrog.estimate.fit_vector import ThroughputPoint
 from icefrog.profile import ThroughputParams
 
 APPLICATIONS = ("cifar10", "imagenet", "bert", "deepspeech2", "ncf", "yolov3")

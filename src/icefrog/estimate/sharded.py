@@ -40,9 +40,20 @@ def sharded_step_s(
     """
     micro = np.asarray(accum_steps, dtype=np.float64)
     wait = wait_factor(params, num_gpus)
-    gather = sync_s(sharded.gather, num_gpus, num_nodes)
-    gather_again = unfrozen_part(gather, sharded.gather_alpha_s, omega)
-    forward = power_sum(compute_s(params.fwd, batch_per_gpu) * wait, gather, sharded.gather_gamma)
-    backward = power_sum(backward_s(params, theta, batch_per_gpu) * wait, gather_again, sharded.gather_gamma)
+    forward = sharded_forward_s(params, sharded, num_gpus, num_nodes, batch_per_gpu)
+    gather = unfrozen_part(sync_s(sharded.gather, num_gpus, num_nodes), sharded.gather_alpha_s, omega)
+    backward = power_sum(backward_s(params, theta, batch_per_gpu) * wait, gather, sharded.gather_gamma)
     sync = synchronise_s(params, omega, num_gpus, num_nodes)
     return np.asarray(micro * forward + (micro - 1.0) * backward + power_sum(backward, sync, params.overlap_gamma))
+
+
+def sharded_forward_s(
+    params: ThroughputParams,
+    sharded: Sharded,
+    num_gpus: npt.ArrayLike,
+    num_nodes: npt.ArrayLike,
+    batch_per_gpu: npt.ArrayLike,
+) -> FloatArray:
+    """Forward of one micro-step, s: compute, and the gather of all layers beside it."""
+    compute = compute_s(params.fwd, batch_per_gpu) * wait_factor(params, num_gpus)
+    return power_sum(compute, sync_s(sharded.gather, num_gpus, num_nodes), sharded.gather_gamma)
