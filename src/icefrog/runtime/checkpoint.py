@@ -2,7 +2,8 @@
 
 A checkpoint is two files: ``NNNNNNNN.pt`` (tensors and plain values, loadable with ``weights_only=True``) and
 ``NNNNNNNN.json`` (its SHA-256, size and a summary). The second is written last: without it, or when the digest does not
-match, the checkpoint does not count and the one before it is used. Other files in the folder are the user's.
+match, the checkpoint does not count and the one before it is used. Sharded ones (:mod:`icefrog.runtime.sharded`) are folders
+``NNNNNNNN.dcp`` with a ``manifest.json`` inside. Other files in the folder are the user's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ from icefrog.errors import UserError
 
 KEEP = 2
 # Seven counted digits behind a zero, so that a date (20231231.json) is not taken for ours.
-_OWN = re.compile(r"0\d{7}\.(pt|json)(\.tmp)?", re.ASCII)
+_OWN = re.compile(r"0\d{7}\.(pt|json|dcp)(\.tmp)?", re.ASCII)
 
 
 class CheckpointStore:
@@ -36,6 +38,9 @@ class CheckpointStore:
         keep: how many are kept.
     """
 
+    collective = False
+    """Whether every rank calls :meth:`save`, not rank 0 only."""
+
     def __init__(self, folder: str | os.PathLike[str], keep: int = KEEP) -> None:
         self.folder = Path(folder)
         self.keep = keep
@@ -43,38 +48,43 @@ class CheckpointStore:
 
     def save(self, state: dict[str, Any], summary: dict[str, Any]) -> Path:
         """Write one more checkpoint; when this returns it is on disk. ``summary``: a few JSON values for humans."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = max((_number(path) for path in self._own() if path.suffix == ".pt"), default=0) + 1
-        path = self.folder / f"{number:08d}.pt"
-        manifest = path.with_suffix(".json")
+        path = self.next_path(".pt")
+        manifest = manifest_of(path)
         halves = path.with_suffix(".pt.tmp"), path.with_suffix(".json.tmp")
         try:
             with halves[0].open("wb") as file:
                 torch.save(state, file)
-                _sync(file)
-            digest, size = _digest(halves[0])
+                sync(file)
+            digest, size = digest_of(halves[0])
             halves[0].replace(path)
             with halves[1].open("w") as text:
                 json.dump({"schema": 1, "sha256": digest, "bytes": size, **summary}, text)
-                _sync(text)
+                sync(text)
             halves[1].replace(manifest)
         except BaseException:
             for half in halves:  # on a full disk its room is needed
                 half.unlink(missing_ok=True)
             raise
-        _sync_folder(self.folder)
-        self._forget_old()
+        sync_folder(self.folder)
+        self.forget_old()
         return path
+
+    def next_path(self, suffix: str) -> Path:
+        """Where the next checkpoint goes; the folder exists then."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number = max((_number(path) for path in self._own() if path.suffix in (".pt", ".dcp")), default=0) + 1
+        return self.folder / f"{number:08d}{suffix}"
 
     def paths(self) -> list[Path]:
         """Complete checkpoints, newest first (not verified)."""
-        whole = [path for path in self._own() if path.suffix == ".pt" and path.with_suffix(".json").is_file()]
+        whole = [path for path in self._own() if path.suffix in (".pt", ".dcp") and manifest_of(path).is_file()]
         return sorted(whole, key=_number, reverse=True)
 
     def _own(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        return [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name) and path.is_file()]
+        found = [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
+        return [path for path in found if (path.is_dir() if ".dcp" in path.name else path.is_file())]
 
     def newest_valid(self) -> Path | None:
         """The newest checkpoint whose digest matches. Warns about each one that had to be passed over."""
@@ -90,16 +100,19 @@ class CheckpointStore:
             warnings.warn(f"checkpoint {path} is damaged ({problem}): {rest}", stacklevel=2)
         return None
 
-    def _forget_old(self) -> None:
+    def forget_old(self) -> None:
+        """Remove what is neither among the newest ``keep`` nor newer than those."""
         whole = [_number(path) for path in self.paths()]
-        kept = set([number for number in whole if number not in self._damaged][: self.keep])
+        kept = [number for number in whole if number not in self._damaged][: self.keep]
         for path in self._own():
-            if _number(path) not in kept and _number(path) < max(kept):
-                path.unlink(missing_ok=True)
+            number = _number(path)
+            half = path.suffix == ".tmp"
+            if number <= max(kept) and (half or number not in kept):
+                _remove(path)
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
-    """The state of a verified checkpoint."""
+    """The state of a verified checkpoint that one process wrote."""
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     return state
 
@@ -109,29 +122,52 @@ def _number(path: Path) -> int:
     return int(path.name[:8])
 
 
+def manifest_of(path: Path) -> Path:
+    """The file that makes a checkpoint count."""
+    return path / "manifest.json" if path.suffix == ".dcp" else path.with_suffix(".json")
+
+
 def _problem(path: Path) -> str | None:
     try:
-        manifest = json.loads(path.with_suffix(".json").read_text())
+        manifest = json.loads(manifest_of(path).read_text())
         if not isinstance(manifest, dict):
             return "its manifest is not an object"
-        if _digest(path) != (manifest["sha256"], manifest["bytes"]):
-            return "its digest does not match"
-    except (OSError, ValueError, KeyError) as error:
+        if path.suffix == ".pt":
+            files = {path: [manifest["sha256"], manifest["bytes"]]}
+        else:
+            files = {path / name: found for name, found in manifest["files"].items()}
+        for file, found in files.items():
+            if list(digest_of(file)) != found:
+                return "its digest does not match" if file == path else f"the digest of {file.name} does not match"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         return str(error)
     return None
 
 
-def _digest(path: Path) -> tuple[str, int]:
+def _remove(path: Path) -> None:
+    """A checkpoint, or a half of one. A folder loses its name first, so that it never looks whole with files missing."""
+    if path.suffix == ".dcp":
+        path = path.rename(path.with_suffix(".dcp.tmp"))
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def digest_of(path: Path) -> tuple[str, int]:
+    """(SHA-256 in hexadecimal, size in bytes)."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
 
 
-def _sync(file: IO[Any]) -> None:
+def sync(file: IO[Any]) -> None:
+    """Return when what was written to the file is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """The same of a folder's names."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

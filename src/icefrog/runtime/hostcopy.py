@@ -7,9 +7,12 @@ The copy's memory is kept and used again by the next copy: fresh memory costs se
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:  # a second to load, and most jobs have none
+    from torch.distributed.device_mesh import DeviceMesh
 
 _Path: TypeAlias = tuple[Any, ...]
 
@@ -19,14 +22,16 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._held: dict[_Path, torch.Tensor] = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def take(self, state: Any) -> Any:
         """The same structure with every tensor copied to the CPU; when this returns the originals may change.
 
-        Tensors that share memory (tied weights) are copied once. Other mutable values are copied too.
+        Of a DTensor this rank's shard is copied (collective the first time, on CUDA). Tensors that share memory (tied
+        weights) are copied once. Other mutable values are copied too.
         """
         old, self._held = self._held, {}
-        taken = _Taking(old, self._held)
+        taken = _Taking(old, self._held, self._meshes)
         result = taken.copy(state, ())
         if taken.on_cuda:
             torch.cuda.current_stream().synchronize()
@@ -36,9 +41,15 @@ class HostCopy:
 class _Taking:
     """One call of :meth:`HostCopy.take`."""
 
-    def __init__(self, old: dict[_Path, torch.Tensor], held: dict[_Path, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        old: dict[_Path, torch.Tensor],
+        held: dict[_Path, torch.Tensor],
+        meshes: dict[DeviceMesh, DeviceMesh],
+    ) -> None:
         self.old = old
         self.held = held
+        self.meshes = meshes
         self.on_cuda = False
         self._seen: dict[Any, torch.Tensor] = {}
 
@@ -57,6 +68,8 @@ class _Taking:
         return copy.deepcopy(value)
 
     def _tensor(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+        if hasattr(tensor, "device_mesh"):
+            return self._shard(tensor, path)
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return tensor.to("cpu", copy=True)
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -70,3 +83,17 @@ class _Taking:
         self.on_cuda |= cuda
         self.held[path] = self._seen[where] = twin
         return twin
+
+    def _shard(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(tensor, DTensor)
+        mesh = tensor.device_mesh
+        if mesh.device_type != "cpu":
+            if mesh not in self.meshes:
+                self.meshes[mesh] = DeviceMesh("cpu", mesh.mesh.cpu(), mesh_dim_names=mesh.mesh_dim_names)
+            mesh = self.meshes[mesh]
+        local = self._tensor(tensor.to_local(), path)
+        shape, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(local, mesh, tensor.placements, run_check=False, shape=shape, stride=stride)

@@ -64,13 +64,13 @@ class Keeper:
         """Copy the state and write it beside training. Call at a step boundary, on every rank.
 
         Args:
-            pack: gives the state; called on rank 0 only.
+            pack: gives the state; called on rank 0 only, or on every rank where the store is a collective one.
             summary: a few JSON values for humans, among them ``effective_samples``.
             collective: ``pack`` needs all ranks, and is called on each.
         """
         if self.store is None:
             return
-        if self._world.rank != 0:
+        if self._world.rank != 0 and not self.store.collective:
             if collective:
                 pack()
             return
