@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from icefrog.errors import UserError
+from icefrog.integrations.ddp import DdpStandIn
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
 from icefrog.spec import Target
@@ -57,6 +58,35 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         self._epochs_ended = 0
         self._stop = False
         self._metric_seen = False
+        self._wrapped: LayerElastic | None = None
+
+    def attach(self, trainer: Any) -> None:
+        """Needed with several processes, before ``trainer.train()``: the Trainer's own wrapping in DDP gives way to ours.
+
+        DDP fixes what it synchronises when it is built, and accelerate builds it before any callback is asked.
+        """
+        plain = trainer._wrap_model
+
+        def wrap(model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+            if not training or trainer.args.world_size == 1:
+                return plain(model, training, *args, **kwargs)
+            _refuse(trainer.args, attached=True)
+            self._close()
+            prepared = trainer.accelerator.prepare_model(
+                trainer.model, evaluation_mode=True
+            )  # autocast, but no wrapping
+            handler, scaler = trainer.accelerator.ddp_handler, trainer.accelerator.scaler
+            ddp_options = (
+                handler.to_kwargs() if handler is not None else {}
+            )  # the Trainer's: unused parameters, buckets
+            self._wrapped = self._make(
+                trainer.args, trainer.state, prepared, trainer.optimizer, scaler, ddp_options=ddp_options
+            )
+            return DdpStandIn(self._wrapped)
+
+        trainer._wrap_model = wrap
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
 
     # --- the Trainer's events
 
@@ -66,9 +96,12 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             UserError: the Trainer spreads the model in a way that the boundary cannot follow.
         """
-        _refuse(args)
-        self._close()
-        elastic = self._build(args, state, kwargs["model"], kwargs["optimizer"])
+        if self._wrapped is not None:
+            elastic, self._wrapped = self._wrapped, None
+        else:
+            _refuse(args)
+            self._close()
+            elastic = self._build(args, state, kwargs["model"], kwargs["optimizer"])
         self.elastic = elastic
         self.decisions, self._stop, self._metric_seen = [], False, False
         self._epochs_ended = int(_epochs(state))
@@ -129,20 +162,23 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         plain, scaler = optimizer, getattr(optimizer, "scaler", None)
         while getattr(plain, "optimizer", None) is not None:  # accelerate's wrapper
             plain = plain.optimizer
-        elastic = LayerElastic(
+        elastic = self._make(args, state, model, plain, scaler)
+        if scaler is not None:  # the wrapper goes on with the ``step`` that the optimizer has now, not that of before
+            optimizer.__setstate__({})
+        return elastic
+
+    def _make(
+        self, args: Any, state: Any, model: nn.Module, optimizer: Any, scaler: Any, **defaults: Any
+    ) -> LayerElastic:
+        return LayerElastic(
             model,
-            plain,
+            optimizer,
             target=self._target(args),
             samples_per_epoch=_samples_per_epoch(args, state),
             grad_scaler=scaler,
             on_stop=self._on_stop,
-            **self.options,
+            **(defaults | self.options),
         )
-        if scaler is not None:
-            optimizer.__setstate__(
-                {}
-            )  # accelerate's wrapper remembers the plain optimizer's ``step``: the one of before
-        return elastic
 
     def _target(self, args: Any) -> Target | None:
         """Settles the metric's name, too."""
@@ -189,13 +225,23 @@ def _epochs(state: Any) -> int:
 
 def _samples_per_epoch(args: Any, state: Any) -> int:
     """By the Trainer's own plan, which may end within an epoch (``max_steps``)."""
-    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return max(round(float(state.max_steps) * batch / max(state.num_train_epochs, 1)), 1)
+    batch = int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    return max(round(int(state.max_steps) * batch / max(int(state.num_train_epochs), 1)), 1)
 
 
-def _refuse(args: Any) -> None:
+def _refuse(args: Any, attached: bool = False) -> None:
     if args.n_gpu > 1:
         raise UserError(
             "the Trainer uses nn.DataParallel, whose replicas the boundary cannot follow",
             "start one process per GPU with torchrun, or show the process one GPU (CUDA_VISIBLE_DEVICES)",
+        )
+    if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+        raise UserError(
+            "the Trainer shards the model itself (FSDP or DeepSpeed), which the boundary cannot follow",
+            "train data-parallel (torchrun without these options), or use LayerElastic in a loop of your own",
+        )
+    if args.world_size > 1 and not attached:
+        raise UserError(
+            "with several processes the callback must see the Trainer before it wraps the model",
+            "call callback.attach(trainer) before trainer.train()",
         )

@@ -7,6 +7,7 @@ and on un-freezing, without sending the parameters again (2-9 ms). The user's ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +42,19 @@ class ElasticModule(nn.Module):
         if self.__dict__["replica"] is not None:
             self.__dict__["replica"].training = mode
         return self
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: backward passes inside only accumulate (for a loop that accumulates by itself)."""
+        replica = self.__dict__["replica"]
+        before = replica is not None and replica.require_backward_grad_sync
+        if replica is not None:
+            replica.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            if replica is not None:
+                replica.require_backward_grad_sync = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Of the unwrapped model."""
