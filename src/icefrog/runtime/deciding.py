@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from icefrog.errors import UserError
 from icefrog.estimate.tuner import max_frozen_layers
 from icefrog.profile import LayerCost, Profile
 from icefrog.runtime.agent import Agent
@@ -90,6 +91,11 @@ class Decider:
         self._pace: Pace | None = None
         self._loss: float | torch.Tensor = 0.0
         self._losses = 0
+        if rule.observes and engine.parallel.sharded:
+            raise UserError(
+                f"rule {rule.name!r} looks at whole gradients, and under {engine.parallel.name} a rank holds a part of them",
+                "use data parallelism, or another rule",
+            )
 
     # --- what it is told
 
@@ -119,12 +125,24 @@ class Decider:
 
     def run_step(self, real_step: Callable[[], Any], at: Counters) -> Any:
         """The optimizer's step, as the rule in force wants it: observed, or with a learning rate for each layer."""
-        rule, engine = self.active, self.engine
-        if rule.observes and self.world.rank == 0:
-            rule.observe(Hands(at.step, engine.inner, engine.layers, engine.freezer.frozen_layers))
+        rule, layers = self.active, self.engine.layers
+        if self._watches:
+            rule.observe(self._hands(at.step))
         if not rule.anneals or self._pace is None:
-            return real_step()
-        return scaled_step(real_step, engine.layers, rule.lr_factors(self._pace.at(at.samples), len(engine.layers)))
+            result = real_step()
+        else:
+            result = scaled_step(real_step, layers, rule.lr_factors(self._pace.at(at.samples), len(layers)))
+        if self._watches:
+            rule.expect(self._hands(at.step + 1))
+        return result
+
+    @property
+    def _watches(self) -> bool:
+        return self.active.observes and self.world.rank == 0
+
+    def _hands(self, step: int) -> Hands:
+        engine = self.engine
+        return Hands(step, engine.inner, engine.layers, engine.freezer.frozen_layers)
 
     # --- decisions
 
@@ -149,6 +167,8 @@ class Decider:
         self.enter_bounds(at, total)
         if at.step == 0:
             self.move(self._ask(self._situation(at, total, None, None)).frozen_layers, at, total)
+        if self._watches:
+            self.active.expect(self._hands(at.step))
 
     def decide(self, at: Counters, total: float | None, profile: Profile | None) -> tuple[Proposal, Interval]:
         """Collective. Ask the rule and move the boundary.
@@ -261,15 +281,26 @@ class Decider:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, and what the rule keeps."""
+        """JSON values, and what the rules keep."""
         return {
             "metrics": list(self.metrics),
             "best_metric": self.best_metric,
             "stalled": self.stalled,
             "last_move_step": self.last_move_step,
             "pace": None if self._pace is None else list(astuple(self._pace)),
+            "loss": [float(self._loss), self._losses],
             "rules": [[rule.name, rule.state_dict()] for rule in self._rules()],
         }
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What rules keep besides, by name."""
+        return {rule.name: kept for rule in self._rules() if (kept := rule.tensors())}
+
+    def load_tensors(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Inverse of :meth:`tensors`."""
+        for rule in self._rules():
+            if rule.name in tensors:
+                rule.load_tensors(tensors[rule.name])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`. A rule that the checkpoint does not know starts afresh."""
@@ -277,6 +308,7 @@ class Decider:
         self.best_metric = state["best_metric"]
         self.stalled = state["stalled"]
         self.last_move_step = state["last_move_step"]
+        self._loss, self._losses = state["loss"]
         self._pace = None if state["pace"] is None else Pace(*state["pace"])
         for rule, (name, kept) in zip(self._rules(), state["rules"], strict=True):
             if rule.name == name:

@@ -38,6 +38,7 @@ def pack(engine: Engine, decider: Decider, counters: Counters, registered: Mappi
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "rng": checkpoint.rng_state(),
         "statistics": engine.statistics.state_dict(names),
+        "rule_tensors": decider.tensors(),
     }
 
 
@@ -90,6 +91,7 @@ def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registere
     engine.psi = state["psi"]
     engine.renew_cache()
     decider.load_state_dict(state["decider"])
+    decider.load_tensors(state.get("rule_tensors", {}))
     if whole:
         checkpoint.set_rng_state(state["rng"], engine.world.rank)
     known = {field.name for field in fields(Counters)}

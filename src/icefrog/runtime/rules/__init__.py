@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from icefrog.errors import UserError
 from icefrog.estimate.boundary import Guards
+from icefrog.runtime.rules.autofreeze import AutoFreeze
 from icefrog.runtime.rules.base import (
     Bounds,
     CacheState,
@@ -16,6 +17,7 @@ from icefrog.runtime.rules.base import (
     Proposal,
     Situation,
 )
+from icefrog.runtime.rules.egeria import Egeria
 from icefrog.runtime.rules.fixed import Fixed
 from icefrog.runtime.rules.freezeout import FreezeOut
 from icefrog.runtime.rules.linear import Linear
@@ -24,8 +26,10 @@ from icefrog.runtime.rules.tuner import Tuner
 
 __all__ = [
     "RULES",
+    "AutoFreeze",
     "Bounds",
     "CacheState",
+    "Egeria",
     "Fixed",
     "FreezeOut",
     "FreezingRule",
@@ -50,6 +54,8 @@ RULES: dict[str, Callable[[], FreezingRule]] = {
     "none": NoFreezing,
     "linear": Linear,
     "freezeout": FreezeOut,
+    "autofreeze": AutoFreeze,
+    "egeria": Egeria,
 }
 """Rules that need no settings, by name."""
 

@@ -21,6 +21,7 @@ from icefrog.spec import Target
 from icefrog.types import Config
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from icefrog.runtime.layers import Layer
@@ -158,10 +159,10 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Hands:
-    """What an observing rule may look at between backward and the optimizer's step. It must leave all of it as it is."""
+    """What an observing rule may look at. It must leave all of it as it found it."""
 
     step: int
-    """Optimizer steps done before this one."""
+    """Optimizer steps done before the one that is looked at."""
     model: nn.Module
     """The plain model (no wrapper)."""
     layers: Sequence[Layer]
@@ -187,8 +188,14 @@ class FreezingRule(ABC):
     def propose(self, now: Situation) -> Proposal:
         """The boundary from the next step on. Rank 0 only."""
 
+    def expect(self, hands: Hands) -> None:  # noqa: B027 - optional
+        """Before a step's forward pass, once it is known: hook the model, if this step is to be looked at. Rank 0 only.
+
+        Called with :meth:`observe`, and only for rules that override that.
+        """
+
     def observe(self, hands: Hands) -> None:
-        """Look at the gradients of a step, or hook the model for the next one. Rank 0 only; called only where overridden."""
+        """Between a step's backward pass and the optimizer. Rank 0 only; called only where overridden."""
         raise NotImplementedError
 
     def lr_factors(self, share_done: float, num_layers: int) -> Sequence[float]:
@@ -200,13 +207,22 @@ class FreezingRule(ABC):
         return np.ones(num_layers).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """Memory between decisions: plain values and tensors."""
+        """Memory between decisions: JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
         if state:
             raise NotImplementedError(f"{type(self).__name__} has a state_dict but no load_state_dict")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is too large for :meth:`state_dict`, by name: in checkpoints of the whole job only."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Inverse of :meth:`tensors`. Not called where the checkpoint has none: the rule then starts that part afresh."""
+        if tensors:
+            raise NotImplementedError(f"{type(self).__name__} has tensors but no load_tensors")
 
     @property
     def observes(self) -> bool:
