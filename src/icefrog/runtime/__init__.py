@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from icefrog.runtime.decision import Decision as Decision
     from icefrog.runtime.decision import Stopped as Stopped
     from icefrog.runtime.elastic import LayerElastic as LayerElastic
+    from icefrog.runtime.parallel.pipeline import Pipeline as Pipeline
     from icefrog.runtime.sampler import ElasticSampler as ElasticSampler
     from icefrog.runtime.wrapping import DivergenceError as DivergenceError
 
-__all__ = ["Decision", "DivergenceError", "ElasticSampler", "Guards", "LayerElastic", "Stopped"]
+__all__ = ["Decision", "DivergenceError", "ElasticSampler", "Guards", "LayerElastic", "Pipeline", "Stopped"]
 
 _HOME = {
     "Decision": "decision",
@@ -23,6 +24,7 @@ _HOME = {
     "ElasticSampler": "sampler",
     "Guards": "rules",
     "LayerElastic": "elastic",
+    "Pipeline": "parallel.pipeline",
     "Stopped": "decision",
 }
 

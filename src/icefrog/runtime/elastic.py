@@ -230,6 +230,27 @@ class LayerElastic:
         assert self._engine.cache is not None
         return self._engine.cache
 
+    def train_step(self, x: Any, y: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+        """Collective. Forward and backward of one batch, in place of those of the loop: what a pipeline needs.
+
+        Args:
+            x: the batch, shape (n, ...).
+            y: what ``loss_fn`` compares the output with.
+            loss_fn: of (output, y), a mean over samples; default: the pipeline's.
+
+        Returns:
+            The loss, without a graph; of this replica.
+
+        Raises:
+            UserError: no loss function is known, there is a GradScaler, or a pipeline cannot take the batch.
+        """
+        if self._scaler is not None:
+            raise UserError(
+                "train_step knows nothing of the GradScaler",
+                "write scaler.scale(loss).backward(), or use bfloat16 autocast",
+            )
+        return self._engine.train_step(x, y, loss_fn)
+
     def freeze(self, frozen_layers: int) -> None:
         """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
 

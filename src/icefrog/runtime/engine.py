@@ -220,7 +220,15 @@ class Engine:
         self.parallel.check_in_step(self.layers)
 
     def cache_prefix(self, folder: Path, budget_bytes: float) -> None:
-        """Keep the frozen prefix's outputs from now on."""
+        """Keep the frozen prefix's outputs from now on.
+
+        Raises:
+            UserError: no rank runs the whole prefix.
+        """
+        if not self.parallel.caches:
+            raise UserError(
+                f"the prefix cache does not work in a {self.parallel.name}", "leave out elastic.cache_prefix(...)"
+            )
         if self.cache is not None:
             self.cache.close()
         self.cache = PrefixCache(self.inner, lambda: self.freezer, folder, budget_bytes)
@@ -266,17 +274,7 @@ class Engine:
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():
             return
-        if not self._counted and self.timer.backward_ran:
-            self._passed += self._seen  # accumulation by the user: several backwards before one step
-            self._passes += 1
-            if self.parallel.num_replicas > 1 and self.options.accum_steps > 1:
-                raise UserError(
-                    f"several backward passes before one optimizer.step(), with accum_steps={self.options.accum_steps}",
-                    "call optimizer.step() after each backward pass: every k-th call steps, on the average",
-                )
-        first, self._seen, self._counted = self._counted, _batch_size((args, kwargs)), False
-        if first and self.sampler is None and self.options.accum_steps > 1:
-            self._weigh(self._seen)
+        self._see(_batch_size((args, kwargs)), self.timer.backward_ran)
         if self._flops is None:
             roots = (
                 [(i, piece.module) for i, piece in enumerate(self.pieces)]
@@ -288,6 +286,20 @@ class Engine:
             self._counting = True
             self._flops_samples = self._seen
 
+    def _see(self, samples: int, backward_ran: bool) -> None:
+        """A forward pass begins; ``backward_ran``: the one before it has had its backward pass."""
+        if not self._counted and backward_ran:
+            self._passed += self._seen  # accumulation by the user: several backwards before one step
+            self._passes += 1
+            if self.parallel.num_replicas > 1 and self.options.accum_steps > 1:
+                raise UserError(
+                    f"several backward passes before one optimizer.step(), with accum_steps={self.options.accum_steps}",
+                    "call optimizer.step() after each backward pass: every k-th call steps, on the average",
+                )
+        first, self._seen, self._counted = self._counted, samples, False
+        if first and self.sampler is None and self.options.accum_steps > 1:
+            self._weigh(samples)
+
     def _weigh(self, samples: int) -> None:
         """A micro-step begins whose size nobody told before (a loader of the user's own): every sample counts the same."""
         if self.micro > 0 and samples not in (0, self._unit):
@@ -297,6 +309,14 @@ class Engine:
         if self.micro == self.options.accum_steps - 1 and samples > 0:
             mean_scale = samples / self._units
             self.statistics.set_weight(mean_scale / self.parallel.num_replicas, mean_scale)
+
+    def train_step(self, x: Any, y: Any, loss_fn: Any) -> torch.Tensor:
+        """Collective. Forward and backward as the parallelism does them; the loss."""
+        loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
+        forward = self.parallel.layer_flops()
+        if forward is not None and not any(self.profiler.flops):
+            self.profiler.flops = [3.0 * flops for flops in forward]  # as in :meth:`_set_flops`
+        return loss
 
     def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
         if model is self.inner and self._counting and self._flops is not None:

@@ -4,6 +4,7 @@ Where the R gradients of a step come from:
 
 * several ranks: DDP's communication hook sees each bucket before and after the all-reduce (so before any clipping);
 * one rank, several accumulation micro-steps: differences of the accumulated gradient;
+* a pipeline, or replicas of one: the same, of parts of each replica's batch, which passes the stages in micro-batches;
 * one rank, one micro-step: this step's gradient and the one before it, copied as backward produces them.
 
 Under Adam-like optimizers gradients are measured preconditioned, g / (sqrt(v) + eps) with v bias-corrected as the optimizer
@@ -30,7 +31,7 @@ from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.wrapping import World
 
 Precondition = Literal["auto", "raw"]
-Source = Literal["replicas", "micro_steps", "steps"]
+Source = Literal["replicas", "micro_steps", "parts", "steps"]
 _SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 
 
@@ -119,7 +120,8 @@ class Statistics:
         self.every = every
         copies = world.size if num_replicas is None else num_replicas
         self.source: Source = source or ("replicas" if copies > 1 else "micro_steps" if accum_steps > 1 else "steps")
-        self.replicas = {"replicas": copies, "micro_steps": accum_steps, "steps": 1}[self.source]
+        self.copies = copies
+        self.replicas = {"replicas": copies, "micro_steps": accum_steps}.get(self.source, 1)
         self.capture = False
         self._weight = 1.0 / copies  # of this rank's accumulated gradient in the average
         self._mean_scale = 1.0  # accumulated gradient -> g_r
@@ -134,6 +136,7 @@ class Statistics:
         self._last_scale = 1.0  # loss scale of ``_last``
         self._micro = torch.zeros(0)
         self._mean: torch.Tensor | None = None  # |g|^2 by layer of the averaged micro-steps
+        self._num_parts = 0
         self._handles: list[RemovableHandle] = []
         if self.source == "steps":
             self._handles = [on_gradient(param, self._copy) for param in self.params]
@@ -152,6 +155,7 @@ class Statistics:
         self._last.clear()
         self._micro = torch.zeros(self.num_layers, dtype=torch.float64)
         self._mean = None
+        self._num_parts = 0
         self._missing = False
         self._plan()
 
@@ -252,8 +256,21 @@ class Statistics:
 
     def micro_step(self, samples: int) -> None:
         """A micro-step's backward is over (where they are the source): add n_r |g_r|^2 of what it added to the gradient."""
-        if not self.capture or self.source != "micro_steps":
-            return
+        if self.capture and self.source == "micro_steps":
+            self._add(samples)
+
+    def part(self, samples: float, factor: float) -> None:
+        """A part of this replica's batch is through (where parts are the source), also if nothing of this rank trains.
+
+        Args:
+            samples: of the part.
+            factor: what makes that which it added to the gradient the mean over the part.
+        """
+        if self.capture and self.source == "parts":
+            self._num_parts += 1
+            self._add(samples, factor)
+
+    def _add(self, samples: float, factor: float = 1.0) -> None:
         live = [p for p in self.params if p.requires_grad and p.grad is not None]
         scales = self._scales(live)
         if scales is None:
@@ -265,7 +282,7 @@ class Statistics:
             last = self._last.get(id(param))
             added.append(param.grad if last is None else param.grad - last)
             self._last[id(param)] = param.grad.detach().clone()
-        self._micro += samples * self._sqr_norms(live, added, scales).double().cpu()
+        self._micro += samples * self._sqr_norms(live, added, scales, factor).double().cpu()
 
     def rescale_micro(self, factor: float) -> None:
         """The accumulated gradient was scaled by ``factor`` (micro-steps of unequal size)."""
@@ -273,8 +290,8 @@ class Statistics:
             held.mul_(factor)
 
     def mean_is_ready(self) -> None:
-        """The accumulated gradient is the average now; not yet un-scaled or clipped (micro-steps are the source)."""
-        if self.source != "micro_steps" or not self.due or self._missing:
+        """The accumulated gradient is the average now; not un-scaled or clipped yet (of micro-steps or parts)."""
+        if self.source not in ("micro_steps", "parts") or not self.due or self._missing:
             return
         live = [p for p in self.params if p.requires_grad and p.grad is not None]
         scales = self._scales(live)
@@ -288,20 +305,27 @@ class Statistics:
         """This rank's part of the estimate, to be summed over ranks: float64 on the CPU. NaN where there is none.
 
         Replicas: n_r |g_r|^2 by layer, shape (L,). Micro-steps: sum n_r |g_r|^2, then |g|^2, of this rank's parameters,
-        shape (2L,). Steps: |g_t - g_(t-1)|^2, then g_t . g_(t-1), of this rank's parameters, shape (2L,).
+        shape (2L,). Parts: as micro-steps, then the number of parts, shape (2L + 1,). Steps: |g_t - g_(t-1)|^2, then
+        g_t . g_(t-1), of this rank's parameters, shape (2L,).
         """
-        parts = None if self._missing else self._parts(samples)
-        if parts is None:
-            rows = 1 if self.source == "replicas" else 2
-            return torch.full((rows * self.num_layers,), float("nan"), dtype=torch.float64)
-        return parts.detach().to("cpu", torch.float64)
+        found = None if self._missing else self._local(samples)
+        if found is None:
+            size = {"replicas": self.num_layers, "parts": 2 * self.num_layers + 1}.get(self.source, 2 * self.num_layers)
+            return torch.full((size,), float("nan"), dtype=torch.float64)
+        return found.detach().to("cpu", torch.float64)
 
-    def _parts(self, samples: int) -> torch.Tensor | None:
+    def _local(self, samples: int) -> torch.Tensor | None:
         if self.source == "steps":
             return self._successive()
         if self.source == "replicas":
             return samples * _total(self._before) if self._before else None
-        return torch.cat([self._micro, self._mean]) if self._mean is not None else None
+        if self._mean is None:
+            return None
+        # The replicas of a stage have the same mean, and the stages of a replica the same number of parts.
+        if self.source == "micro_steps":
+            return torch.cat([self._micro, self._mean])
+        count = torch.tensor([self._num_parts * self.copies / self.world.size], dtype=torch.float64)
+        return torch.cat([self._micro, self._mean / self.copies, count])
 
     def finish(self, sums: FloatArray | None, total_samples: int, passes: int = 1) -> StepStatistics | None:
         """The step's statistics, if it was measured; prepares the next step.
@@ -320,6 +344,7 @@ class Statistics:
         self._after.clear()
         self._micro.zero_()
         self._mean = None
+        self._num_parts = 0
         missing, self._missing = self._missing, False
         if self.source == "steps" and not missing:
             if self.capture:
@@ -343,10 +368,13 @@ class Statistics:
         else:
             if np.all(np.isnan(sums)):
                 return None
-            weighted, mean = np.split(sums, 2)
+            weighted, mean = np.split(sums[: 2 * self.num_layers], 2)
+        replicas = round(float(sums[-1])) if self.source == "parts" else self.replicas
+        if replicas < 2 or (self.source == "parts" and passes > 1):  # a batch that could not be cut, or several
+            return None
         # Every replica is given the weighted mean of |g_r|^2: the estimate depends on that mean alone.
-        rows = np.tile(weighted / total, (self.replicas, 1))
-        samples = np.full(self.replicas, total / self.replicas)
+        rows = np.tile(weighted / total, (replicas, 1))
+        samples = np.full(replicas, total / replicas)
         variance, sqr_norm = replica_estimate(rows, mean, samples)
         if self.source == "replicas" and passes > 1:
             # Ranks differ by the last pass alone, whose variance is one of ``passes`` equal parts of the gradient's.
@@ -388,6 +416,8 @@ class Statistics:
 
     def _by_layer(self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sum of each layer's values, shape (L,)."""
+        if not values:
+            return torch.zeros(self.num_layers)
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
         stacked = torch.stack([value.to(dtype) for value in values])
         where = torch.tensor([self.layer_of[id(p)] for p in params], device=stacked.device)

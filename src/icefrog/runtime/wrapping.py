@@ -14,6 +14,9 @@ from torch import nn
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 
+OUTSIDE = "(frozen by you)"
+"""Stands for the parameters outside all layers."""
+
 
 class DivergenceError(RuntimeError):
     """Ranks no longer hold the same parameters; training on would average unrelated models."""
@@ -111,13 +114,28 @@ def check_in_step(model: nn.Module, layers: Sequence[Layer], world: World) -> No
         return
     known = {id(param) for layer in layers for param in layer.params.values()}
     rest = {name: param for name, param in model.named_parameters() if id(param) not in known}
-    parts = [*layers, Layer("(frozen by you)", [], rest)]
-    every = world.gather(checksums(parts))
-    for index, layer in enumerate(parts):
-        column = every[:, index]
-        odd = [rank for rank in range(world.size) if column[rank] != column[0]]
-        if odd:
-            raise DivergenceError(
-                f"layer {layer.name!r} differs between rank 0 and ranks {odd}: a step was not synchronised. "
-                "Resume from the last checkpoint; look for parameters changed outside the optimizer on some ranks"
-            )
+    parts = [*layers, Layer(OUTSIDE, [], rest)]
+    compare_sums(checksums(parts), [layer.name for layer in parts], [range(world.size)], world)
+
+
+def compare_sums(sums: torch.Tensor, names: Sequence[str], groups: Sequence[Sequence[int]], world: World) -> None:
+    """Collective over all ranks. The ranks of each group hold the same: :func:`checksums`, zeros for what a rank lacks.
+
+    Args:
+        sums: this rank's, shape (parts,).
+        names: of the parts.
+        groups: ranks that hold the same.
+        world: all ranks.
+
+    Raises:
+        DivergenceError: they differ, on every rank; names the first part and the ranks.
+    """
+    every = world.gather(sums)
+    for index, name in enumerate(names):
+        for group in groups:
+            odd = [rank for rank in group if every[rank, index] != every[group[0], index]]
+            if odd:
+                raise DivergenceError(
+                    f"layer {name!r} differs between rank {group[0]} and ranks {odd}: a step was not synchronised. "
+                    "Resume from the last checkpoint; look for parameters changed outside the optimizer on some ranks"
+                )

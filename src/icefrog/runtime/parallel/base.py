@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from icefrog.errors import UserError
 from icefrog.runtime import checkpoint
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
@@ -32,6 +33,8 @@ class Parallel:
     """As given to ``LayerElastic(parallel=...)``."""
     sharded: ClassVar[bool] = False
     """Whether a rank holds only a part of the parameters: states are then gathered, by all ranks together."""
+    caches: ClassVar[bool] = True
+    """Whether a frozen prefix's outputs can be kept: a rank runs the whole prefix."""
 
     world: World
     model: nn.Module
@@ -93,6 +96,30 @@ class Parallel:
 
     # --- one optimizer step
 
+    def train_step(
+        self, x: Any, y: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None, begin: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Collective. Forward and backward of one batch; the loss, without a graph.
+
+        Args:
+            x: the batch.
+            y: what the loss compares the output with.
+            loss_fn: of (output, y).
+            begin: to be called with this replica's samples before any gradient is made, unless the model's own forward runs.
+
+        Raises:
+            UserError: no loss function is known.
+        """
+        if loss_fn is None:
+            raise UserError("no loss function is known", "call train_step(x, y, loss_fn)")
+        loss = loss_fn(self.module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def layer_flops(self) -> Sequence[float] | None:
+        """Forward FLOPs of one sample by layer, shape (L,), where :meth:`train_step` counts them; None where not."""
+        return None
+
     def set_sync(self, sync: bool) -> None:
         """Whether the coming backward pass synchronises (false in all but the last accumulation micro-step)."""
 
@@ -122,7 +149,7 @@ class Parallel:
             param.grad = None
 
     def close(self) -> None:
-        """On this rank alone: stop communicating; hooks are removed and nothing is frozen. Parameters stay where they are."""
+        """On this rank alone: stop communicating; no hooks are left, nothing is frozen. Parameters stay where they are."""
 
     # --- trust
 

@@ -1,0 +1,363 @@
+"""A chain in pipeline stages over two gloo processes, against the same training in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+from two_ranks import Ranks
+from wire import Wire
+
+from icefrog.errors import UserError
+from icefrog.runtime import LayerElastic, Pipeline, Stopped, protocol
+
+SAMPLES, BATCH = 61, 16  # the last global batch, 13 samples, passes the stages in one piece
+LOSS = nn.functional.cross_entropy
+NEVER = 10_000
+
+
+def parallelism(kind: str) -> Any:
+    """``pipeline``: every rank a stage; ``replicas``: two replicas of one stage; else as LayerElastic knows it."""
+    if kind in ("pipeline", "gpipe"):
+        return Pipeline(LOSS, micro_batches=4, schedule="gpipe" if kind == "gpipe" else "1f1b")
+    if kind == "replicas":
+        return Pipeline(LOSS, num_stages=1, micro_batches=4)
+    return "auto"
+
+
+def fit(  # type: ignore[no-untyped-def]
+    kind: str,
+    boundaries: dict[int, int],
+    epochs: int,
+    *,
+    folder: str | None = None,
+    attempt: str = "a",
+    stop_at: int = NEVER,
+    **options,
+):
+    """The user's loop, with boundaries by hand; the stop file appears at an optimizer step on the last rank."""
+    env = dict(os.environ)
+    if folder is not None:
+        attempt_dir = Path(folder) / attempt
+        attempt_dir.mkdir(parents=True, exist_ok=True)
+        env |= {protocol.ENV_ATTEMPT_DIR: str(attempt_dir), protocol.ENV_CHECKPOINT_DIR: str(Path(folder) / "c")}
+    model = models.mlp(depth=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    elastic = LayerElastic(
+        model, optimizer, rule="none", global_batch=BATCH, parallel=parallelism(kind), env=env, **options
+    )
+    loader = DataLoader(TensorDataset(*models.data(SAMPLES)), batch_sampler=elastic.sampler(SAMPLES))
+    for epoch in elastic.epochs(NEVER):
+        if epoch in boundaries:
+            elastic.freeze(boundaries[epoch])
+        for x, y in loader:
+            if elastic._at.step == stop_at and elastic.rank == elastic.world_size - 1:
+                (attempt_dir / "stop").touch()
+            elastic.train_step(x, y, LOSS)
+            optimizer.step()
+            optimizer.zero_grad()
+        elastic.end_epoch(metric=float(elastic.rank))
+        if epoch == epochs - 1:
+            break
+    return elastic
+
+
+def outcome(elastic: LayerElastic) -> dict[str, Any]:
+    state = elastic.state_dict()
+    found = {
+        "params": {name: value.tolist() for name, value in state["model"].items()},
+        "moments": {name: item["exp_avg_sq"].tolist() for name, item in state["optimizer"]["state"].items()},
+        "step": elastic._at.step,
+        "samples": elastic._at.samples,
+        "variance": elastic._engine.tracker.variance.tolist(),
+        "held": sum(param.numel() for param in elastic._engine.inner.parameters() if param.device.type == "cpu"),
+        "own_states": len(elastic.optimizer.state),
+        "flops": list(elastic._engine.profiler.flops),
+    }
+    elastic.close()
+    return found
+
+
+def run(kind: str, boundaries: dict[int, int], epochs: int, **options: Any) -> Any:
+    try:
+        return outcome(fit(kind, boundaries, epochs, **options))
+    except Stopped:
+        return "stopped"
+
+
+def run_with(kind: str, boundaries: dict[int, int], epochs: int, options: dict[str, Any]) -> Any:
+    return run(kind, boundaries, epochs, **options)
+
+
+def close(a: dict[str, Any], b: dict[str, Any], atol: float = 2e-5) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(torch.tensor(a[k]), torch.tensor(b[k]), atol=atol) for k in a)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("pipeline", {}), ("gpipe", {"accum_steps": 2}), ("replicas", {}), ("pipeline", {"max_grad_norm": 0.05})],
+)
+def test_two_ranks_train_as_one_process_through_freezing_and_unfreezing(
+    ranks: Ranks, kind: str, options: dict[str, Any]
+) -> None:
+    boundaries = {1: 2, 2: 4, 3: 1, 4: 0}
+    one = run("single", boundaries, 6, **options)
+    found = ranks.run(run_with, kind, boundaries, 6, options)
+    for two in found:
+        assert close(one["params"], two["params"])
+        assert close(one["moments"], two["moments"])
+        assert (two["step"], two["samples"]) == (one["step"], one["samples"])
+        assert min(two["variance"]) > 0
+        assert two["variance"] == found[0]["variance"]
+        assert two["flops"] == pytest.approx(one["flops"])
+    held = [two["held"] for two in found]
+    assert sum(held) == one["held"] * (2 if kind == "replicas" else 1)  # a stage's parameters are on its rank alone
+    assert sum(two["own_states"] for two in found) == one["own_states"] * (2 if kind == "replicas" else 1)
+
+
+def test_resized_over_kinds_at_differing_boundaries_it_equals_an_uninterrupted_run(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    boundaries = {1: 3, 3: 1, 4: 0, 5: 4}
+    one = run("single", boundaries, 7)
+    folder = str(tmp_path)
+
+    def options(attempt: str, stop_at: int) -> dict[str, Any]:
+        return {"folder": folder, "attempt": attempt, "stop_at": stop_at}
+
+    assert ranks.run(run_with, "pipeline", boundaries, 7, options("a", 5)) == ["stopped"] * 2  # a whole stage is frozen
+    assert run("pipeline", boundaries, 7, **options("b", 9)) == "stopped"  # one process, one stage
+    assert ranks.run(run_with, "ddp", boundaries, 7, options("c", 13)) == ["stopped"] * 2
+    assert ranks.run(run_with, "replicas", boundaries, 7, options("d", 17)) == ["stopped"] * 2
+    assert ranks.run(run_with, "pipeline", boundaries, 7, options("e", 22)) == ["stopped"] * 2
+    last = run("single", boundaries, 7, **options("f", NEVER))
+    assert last["step"] == one["step"]
+    assert close(one["params"], last["params"])
+    assert close(one["moments"], last["moments"])
+
+
+# --- freezing: bits, bytes, FLOPs
+
+
+def wire_and_work(kind: str, depths: list[int]) -> list[dict[str, Any]]:
+    """Three steps at each depth; what moved, and what was sent, computed and kept for backward in the last of them."""
+    model = models.mlp(depth=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none", parallel=parallelism(kind))
+    parallel = elastic._engine.parallel
+    share = 16 // parallel.num_replicas
+    x, y = (tensor[parallel.replica * share : (parallel.replica + 1) * share] for tensor in models.data(16))
+    found = []
+    for depth in depths:
+        elastic.freeze(depth)
+        before = frozen_bits(elastic, depth)
+        for _ in range(3):
+            saved: list[int] = []
+            keep = torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t.numel()) or t, lambda t: t)
+            with Wire() as wire, FlopCounterMode(display=False) as counter, keep:
+                elastic.train_step(x, y)
+                optimizer.step()  # replicas average their gradients in it
+            optimizer.zero_grad()
+        found.append(
+            {
+                "sent": wire.floats["send"],
+                "reduced": wire.floats["allreduce_"],
+                "flops": counter.get_total_flops(),
+                "kept_for_backward": sum(saved),
+                "same_bits": frozen_bits(elastic, depth) == before,
+            }
+        )
+    elastic.close()
+    return found
+
+
+def frozen_bits(elastic: LayerElastic, depth: int) -> list[Any]:
+    """Parameters and moments of the frozen layers that this rank holds."""
+    found: list[Any] = []
+    for layer in elastic.layers[:depth]:
+        for param in layer.params.values():
+            if param.device.type == "cpu":
+                state = elastic.optimizer.state.get(param, {})
+                found.append([tensor.detach().numpy().tobytes() for tensor in (param, *state.values())])
+    return found
+
+
+def flops(layers: range, depth: int, samples: int = 16) -> int:
+    """Of layers of :func:`models.mlp`: forward, weight gradients where they train, input gradients where one before does."""
+    total = 0
+    for layer in layers:
+        one = 2 * samples * 6 * (3 if layer == 4 else 6)
+        total += one * (1 + (layer >= depth) + (layer > depth))
+    return total
+
+
+def test_a_frozen_stage_only_runs_forward_and_the_one_behind_it_sends_no_gradient(ranks: Ranks) -> None:
+    depths = [0, 1, 2, 3, 4, 1, 0]
+    first, second = ranks.run(wire_and_work, "pipeline", depths)
+    activation = 16 * 6 * 4
+    for depth, one, two in zip(depths, first, second, strict=True):  # stages: layers 0-1 and 2-4
+        assert one["sent"] == activation  # activations always go forward
+        assert two["sent"] == (activation if depth < 2 else 0)
+        assert one["flops"] == flops(range(2), depth)
+        assert two["flops"] == flops(range(2, 5), depth)
+        assert (one["kept_for_backward"] == 0) == (depth >= 2)
+        assert two["kept_for_backward"] > 0
+        assert one["same_bits"]
+        assert two["same_bits"]
+        assert one["reduced"] == two["reduced"] == 0
+
+
+def test_replicas_send_gradients_of_layers_that_train_and_no_others(ranks: Ranks) -> None:
+    depths = [0, 2, 4, 0]
+    sizes = [4 * sum(p.numel() for p in block.parameters()) for block in models.mlp(depth=5)]
+    for found in ranks.run(wire_and_work, "replicas", depths):
+        assert [at["reduced"] for at in found] == [sum(sizes[depth:]) for depth in depths]
+        assert [at["flops"] for at in found] == [flops(range(5), depth, 8) for depth in depths]
+        assert all(at["same_bits"] for at in found)
+        assert all(at["sent"] == 0 for at in found)
+
+
+def normalised(depth: int) -> list[Any]:
+    """Buffers of a network with normalisation and dropout: those of frozen layers stay, the others move."""
+    model = models.bn_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    elastic = LayerElastic(model, optimizer, rule="none", parallel=parallelism("pipeline"))
+    x, y = models.data()
+    moved = []
+    for frozen in (depth, 0):
+        elastic.freeze(frozen)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type == "cpu"}
+        for step in range(3):
+            elastic.model.train()  # does not wake what is frozen
+            elastic.train_step(x[step * 16 : step * 16 + 16], y[step * 16 : step * 16 + 16])
+            optimizer.step()
+            optimizer.zero_grad()
+        now = {name: buffer.clone() for name, buffer in model.named_buffers() if name in before}
+        moved.append({name.split(".")[0] for name, old in before.items() if not torch.equal(old, now[name])})
+        elastic.model.eval()
+        with torch.no_grad():
+            same = torch.equal(elastic.model(x), elastic.model(x))  # evaluation draws nothing and moves nothing
+        moved.append(
+            same and all(torch.equal(now[name], buffer) for name, buffer in model.named_buffers() if name in now)
+        )
+    elastic.close()
+    return moved
+
+
+def test_buffers_of_frozen_layers_stay_and_no_hidden_pass_moves_the_others(ranks: Ranks) -> None:
+    first, second = ranks.run(normalised, 3)
+    assert first == [set(), True, {"0", "1"}, True]
+    assert second[1:] == [True, {"2"}, True]
+    assert second[0] == set()
+    for found in ranks.run(normalised, 1):
+        assert found[0] in ({"1"}, {"2"})
+
+
+# --- statistics, evaluation, errors
+
+
+def measured(kind: str) -> list[list[float]]:
+    """Variance and squared norm of each layer in one step, raw gradients."""
+    model = models.mlp(depth=5)
+    elastic = LayerElastic(model, torch.optim.SGD(model.parameters(), lr=0.0), rule="none", parallel=parallelism(kind))
+    engine = elastic._engine
+    seen = []
+    engine.tracker.observe = lambda *found: seen.append([list(map(float, row)) for row in found])  # type: ignore[assignment]
+    share = 16 // engine.parallel.num_replicas
+    begin = engine.parallel.replica * share
+    x, y = models.data(16)
+    elastic.train_step(x[begin : begin + share], y[begin : begin + share])
+    elastic.optimizer.step()
+    elastic.close()
+    return seen[0]
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("pipeline", 2), ("replicas", 4)])
+def test_statistics_are_those_of_the_batch_in_pieces(ranks: Ranks, kind: str, pieces: int) -> None:
+    model = models.mlp(depth=5)
+    x, y = models.data(16)
+    layers = LayerElastic(model, torch.optim.SGD(model.parameters(), lr=0.0), rule="none").layers
+    grads = []
+    for part, label in zip(x.chunk(pieces), y.chunk(pieces), strict=True):
+        model.zero_grad()
+        LOSS(model(part), label).backward()
+        grads.append([torch.cat([p.grad.flatten() for p in layer.params.values()]) for layer in layers])
+    for variance, sqr_norm in ranks.run(measured, kind):
+        for index in range(len(layers)):
+            rows = torch.stack([row[index] for row in grads])
+            trace = float(rows.var(dim=0).sum()) / pieces  # tr Cov of the batch's gradient
+            assert variance[index] == pytest.approx(16 * trace, rel=1e-4)
+            assert sqr_norm[index] == pytest.approx(float(rows.mean(0).square().sum()) - trace, rel=1e-4, abs=1e-7)
+
+
+def evaluated() -> Any:
+    """Outputs for batches that do and do not divide, and what the loss was; other ranks' data is ignored."""
+    model = models.mlp(depth=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none", parallel=parallelism("pipeline"))
+    x, y = models.data(61)
+    if elastic.rank > 0:
+        x, y = None, None
+    with torch.no_grad():
+        outputs = [elastic.model(x).tolist(), elastic.model(x[:3] if x is not None else None).tolist()]
+    losses = [float(elastic.train_step(x, y)) for _ in range(2)]
+    optimizer.step()
+    problems = []
+    for wrong in ((x, [1, 2]), (x, y[:3] if y is not None else None), (7, y)):
+        try:
+            elastic.train_step(*wrong)
+        except UserError as error:
+            problems.append(str(error))
+    try:
+        elastic.model(x)
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        elastic.cache_prefix()
+    except UserError as error:
+        problems.append(str(error))
+    losses.append(float(elastic.train_step(x, y)))
+    elastic.close()
+    return outputs, losses, problems
+
+
+def test_all_ranks_get_outputs_losses_and_errors(ranks: Ranks) -> None:
+    model = models.mlp(depth=5)
+    x, y = models.data(61)
+    loss = LOSS(model(x), y)
+    for outputs, losses, problems in ranks.run(evaluated):
+        assert torch.allclose(torch.tensor(outputs[0]), model(x), atol=1e-6)
+        assert torch.allclose(torch.tensor(outputs[1]), model(x[:3]), atol=1e-6)
+        assert losses[:2] == pytest.approx([loss.item()] * 2)
+        assert losses[2] < losses[0]
+        assert [problem.split(",")[0].split(";")[0] for problem in problems] == [
+            "a pipeline's batch is one tensor",
+            "a pipeline's batch and targets must have the same first dimension",
+            "a pipeline's batch is one tensor",
+            "the forward pass alone cannot be trained on in a pipeline",
+            "the prefix cache does not work in a pipeline",
+        ]
+
+
+def test_what_cannot_be_a_pipeline_is_refused() -> None:
+    def elastic(model: nn.Module, **options: Any) -> LayerElastic:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return LayerElastic(model, optimizer, parallel=Pipeline(LOSS, **options))
+
+    with pytest.raises(UserError, match="forward of its own"):
+        elastic(models.Tied())
+    with pytest.raises(UserError, match="1 ranks cannot form replicas of 2 stages"):
+        elastic(models.mlp(), num_stages=2)
+    with pytest.raises(UserError, match="3 layer_costs for 4 layers"):
+        elastic(models.mlp(), layer_costs=[1, 2, 3])
+    with pytest.raises(UserError, match="unknown schedule"):
+        Pipeline(LOSS, schedule="zb")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="0 micro-batches"):
+        Pipeline(LOSS, micro_batches=0)

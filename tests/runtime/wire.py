@@ -1,0 +1,33 @@
+"""Counts what a process hands to its process groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Wire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes given to ``torch.distributed`` in this thread, by operation.
+
+    Attributes:
+        sent: name of the c10d operation (``send``, ``allreduce_``, ``broadcast_``, ...) -> bytes of its tensors.
+        floats: the same, tensors of floating point only: activations and gradients, not labels or shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[str] = Counter()
+        self.floats: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._overloadpacket.__name__
+            for tensor in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
+                if isinstance(tensor, torch.Tensor):
+                    size = tensor.numel() * tensor.element_size()
+                    self.sent[name] += size
+                    self.floats[name] += size if tensor.dtype == torch.float32 else 0
+        return func(*args, **(kwargs or {}))
