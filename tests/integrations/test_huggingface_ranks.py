@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from adapter_ranks import two_ranks
 
 pytest.importorskip("transformers", reason="pip install 'icefrog[huggingface]', or make test-adapters")
 pytest.importorskip("accelerate", reason="pip install 'icefrog[huggingface]', or make test-adapters")
 
 pytestmark = pytest.mark.adapters
-HERE = Path(__file__).parent
-
-
-def two_ranks(script: str, folder: Path) -> list[dict[str, Any]]:
-    """What each rank saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / script), str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    found = []
-    for out, err in outputs:
-        lines = [line for line in out.splitlines() if line.startswith("SEEN ")]
-        assert lines, err[-3000:]
-        found.append(json.loads(lines[0].removeprefix("SEEN ")))
-    return found
 
 
 def test_two_ranks_are_the_trainers_own_data_parallelism_and_freezing_saves_bytes(tmp_path: Path) -> None:
