@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,11 @@ NEVER = 10_000
 
 
 def parallelism(kind: str) -> Any:
-    """``pipeline``: every rank a stage; ``replicas``: two replicas of one stage; else as LayerElastic knows it."""
+    """``pipeline``: every rank a stage; ``replicas``: of one stage; ``hybrid``: of two; else as LayerElastic knows it."""
     if kind in ("pipeline", "gpipe"):
         return Pipeline(LOSS, micro_batches=4, schedule="gpipe" if kind == "gpipe" else "1f1b")
-    if kind == "replicas":
-        return Pipeline(LOSS, num_stages=1, micro_batches=4)
+    if kind in ("replicas", "hybrid"):
+        return Pipeline(LOSS, num_stages=1 if kind == "replicas" else 2, micro_batches=4)
     return "auto"
 
 
@@ -361,3 +364,112 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
         Pipeline(LOSS, schedule="zb")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="0 micro-batches"):
         Pipeline(LOSS, micro_batches=0)
+
+
+# --- any order of events
+
+
+def play(kind: str, state: Any, begin: int, events: list[tuple[str, int]]) -> Any:
+    """Steps (each on its own batch, by number) and moves of the boundary, from a state to a state."""
+    model = models.mlp(depth=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    elastic = LayerElastic(model, optimizer, rule="none", parallel=parallelism(kind))
+    if state is not None:
+        elastic.load_state_dict(copy.deepcopy(state))  # its tensors are in memory that the processes share
+    parallel = elastic._engine.parallel
+    share, step, same = 16 // parallel.num_replicas, begin, True
+    x, y = models.data(64)
+    for what, number in events:
+        if what == "freeze":
+            elastic.freeze(number)
+            continue
+        kept = frozen_bits(elastic, elastic.frozen_layers)
+        for _ in range(number):
+            at = step * 16 % 64 + parallel.replica * share
+            elastic.train_step(x[at : at + share], y[at : at + share], LOSS)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+        same = same and frozen_bits(elastic, elastic.frozen_layers) == kept
+    found = elastic.state_dict()
+    elastic.close()
+    return found, step, same
+
+
+def compare(ranks: Ranks, kinds: list[str], seed: int, rounds: int) -> None:
+    draw = random.Random(seed)
+    state, one, at = None, None, 0
+    for _ in range(rounds):
+        events = [(draw.choice(["freeze", "steps"]), draw.randint(0, 4)) for _ in range(draw.randint(2, 5))]
+        one, _, same = play("single", one, at, events)
+        assert same
+        kind = draw.choice(kinds)
+        found = [play(kind, state, at, events)] if kind == "alone" else ranks.run(play, kind, state, at, events)
+        state, at, _ = found[0]
+        assert all(same for _, _, same in found)
+        assert state["frozen_layers"] == one["frozen_layers"]
+        for name, value in one["model"].items():
+            assert torch.allclose(value, state["model"][name], atol=2e-5), (kind, events, name)
+        moments = [{name: s["momentum_buffer"] for name, s in at["optimizer"]["state"].items()} for at in (one, state)]
+        assert moments[0].keys() == moments[1].keys()
+        assert all(torch.allclose(moments[0][name], moments[1][name], atol=2e-5) for name in moments[0])
+        for other, _, _ in found[1:]:  # every rank has the whole state
+            assert all(torch.equal(value, state["model"][name]) for name, value in other["model"].items())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_events_in_odd_orders_over_changing_kinds_equal_one_process(ranks: Ranks, seed: int) -> None:
+    compare(ranks, ["pipeline", "gpipe", "replicas", "ddp", "alone"], seed, 5)
+
+
+# --- two replicas of two stages
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    pool = Ranks(4)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+def test_hybrid_trains_as_one_process(four: Ranks) -> None:
+    boundaries = {1: 2, 2: 4, 3: 1, 4: 0}
+    one = run("single", boundaries, 6)
+    found = four.run(run_with, "hybrid", boundaries, 6, {})
+    for two in found:
+        assert close(one["params"], two["params"])
+        assert close(one["moments"], two["moments"])
+        assert two["params"] == found[0]["params"]
+        assert (two["step"], two["samples"]) == (one["step"], one["samples"])
+        assert two["flops"] == pytest.approx(one["flops"])
+    assert [two["held"] for two in found] == [84, 84, 105, 105]  # ranks 0, 1 hold stage 0, ranks 2, 3 stage 1
+
+
+@pytest.mark.slow
+def test_hybrid_sends_what_trains(four: Ranks) -> None:
+    depths = [0, 1, 2, 3, 4, 0]
+    sizes = [4 * sum(p.numel() for p in block.parameters()) for block in models.mlp(depth=5)]
+    activation = 8 * 6 * 4  # of a replica's half of the batch
+    for rank, found in enumerate(four.run(wire_and_work, "hybrid", depths)):
+        mine = range(2) if rank < 2 else range(2, 5)
+        for depth, at in zip(depths, found, strict=True):
+            assert at["reduced"] == sum(sizes[layer] for layer in mine if layer >= depth)
+            assert at["sent"] == (activation if rank < 2 or depth < 2 else 0)
+            assert at["flops"] == flops(mine, depth, 8)
+            assert at["same_bits"]
+
+
+@pytest.mark.slow
+def test_hybrid_statistics_resizes_and_odd_orders(four: Ranks) -> None:
+    model = models.mlp(depth=5)
+    x, y = models.data(16)
+    grads = []
+    for part, label in zip(x.chunk(4), y.chunk(4), strict=True):  # two replicas, two halves each
+        model.zero_grad()
+        LOSS(model(part), label).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    trace = float(torch.stack(grads).var(dim=0).sum()) / 4
+    for variance, _ in four.run(measured, "hybrid"):
+        assert sum(variance) == pytest.approx(16 * trace, rel=1e-4)
+    compare(four, ["hybrid", "pipeline", "replicas", "ddp", "alone"], 2, 8)

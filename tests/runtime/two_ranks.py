@@ -1,4 +1,4 @@
-"""Two gloo processes for tests of data parallelism."""
+"""Two gloo processes (or more) for tests of data parallelism."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def _worker(rank: int, world: int, tasks: Any, results: Any) -> None:
 
 
 class Ranks:
-    """Two processes that find each other through the environment; started once, since importing torch takes seconds."""
+    """Processes that find each other through the environment; started once, since importing torch takes seconds."""
 
-    world = 2
-
-    def __init__(self) -> None:
+    def __init__(self, world: int = 2) -> None:
+        self.world = world
         context = torch.multiprocessing.get_context("spawn")
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(self.world)]
