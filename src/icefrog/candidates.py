@@ -127,7 +127,7 @@ def _batches(view: JobView, pricing: Pricing) -> tuple[int, ...]:
 
 def _by_own_rule(view: JobView, pricing: Pricing) -> bool:
     """Whether the depth is not for the Layer Tuner to choose: the job's own rule does, or FreezeOut's schedule."""
-    return view.spec.freeze.rule == "none" or pricing.freezing == "freezeout"
+    return view.spec.freeze.rule != "tuner" or pricing.freezing == "freezeout"
 
 
 def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -79,11 +79,17 @@ class BatchRule(_Frozen):
         return tuple(self.min << k for k in range(int(math.log2(self.max / self.min)) + 1))
 
 
+RuleName: TypeAlias = Literal["tuner", "none", "linear", "freezeout", "autofreeze", "egeria", "pipetransformer"]
+"""Freezing rules that need no settings; a job's script may bring its own."""
+
+
 class FreezeRule(_Frozen):
     """How deep a prefix the job lets be frozen, and by which rule."""
 
     max_fraction: Number = Field(default=0.9, ge=0.0, le=1.0, description="largest share of layers frozen")
-    rule: Literal["tuner", "none"] = Field(default="tuner", description="'tuner': argmax of effective progress")
+    rule: RuleName = Field(
+        default="tuner", description="'tuner': argmax of effective progress; docs/elastic-training.md"
+    )
 
 
 class Target(_Frozen):

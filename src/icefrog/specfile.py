@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from icefrog.errors import UserError
 from icefrog.gpu_types import ANY_GPU, GPU_TYPES
-from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
+from icefrog.spec import ClusterSpec, JobSpec, NodeSpec, RuleName
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -248,9 +248,9 @@ _FORMS = {
     "global": "a whole number from 1",
     "min": "a whole number from 1",
     "max": "a whole number from 1",
-    "freeze": "{max_fraction: 0..1, rule: tuner | none}",
+    "freeze": f"{{max_fraction: 0..1, rule: {' | '.join(get_args(RuleName))}}}",
     "max_fraction": "a number from 0 to 1",
-    "rule": "tuner or none",
+    "rule": f"one of {', '.join(get_args(RuleName))}",
     "target": "{metric: NAME, value: NUMBER, mode: max | min}",
     "metric": "the name of the metric, e.g. accuracy",
     "value": "a finite number",

@@ -58,7 +58,7 @@ def test_the_published_schemas_in_the_docs_are_up_to_date():
         (("[1, 2, 4]", "[1, yes]"), 3, "gpus.1", "True", "whole numbers from 1"),
         (("[1, 2, 4]", "[1, 1]"), 3, "gpus", "[1, 1]", "different"),
         (("[1, 2, 4]", "4"), 3, "gpus", "4", "a list"),
-        (("rule: tuner", "rule: foo"), 5, "freeze.rule", "'foo'", "tuner or none"),
+        (("rule: tuner", "rule: foo"), 5, "freeze.rule", "'foo'", "tuner, none, linear"),
         (("0.9,", "1.5,"), 5, "freeze.max_fraction", "1.5", "0 to 1"),
         (("value: 0.97", "value: .nan"), 6, "target.value", "nan", "finite"),
         (("value: 0.97", "value: high"), 6, "target.value", "'high'", "finite"),

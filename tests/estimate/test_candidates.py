@@ -80,8 +80,9 @@ def test_without_freezing_every_option_is_full_training() -> None:
     assert all(option.estimate.psi == 1.0 for option in plain)
 
 
-def test_a_job_with_its_own_rule_is_priced_at_the_depth_it_is_in() -> None:
-    spec = job_spec(gpus=(1, 2), freeze={"rule": "none"})
+@pytest.mark.parametrize("rule", ["none", "freezeout", "egeria"])
+def test_a_job_with_its_own_rule_is_priced_at_the_depth_it_is_in(rule: str) -> None:
+    spec = job_spec(gpus=(1, 2), freeze={"rule": rule})
     options = candidates(view(spec=spec, frozen_layers=2), cluster(), 400.0)
     assert {option.config.frozen_layers for option in options} == {2}
     assert options[0].estimate.psi == pytest.approx(70 / 73)

@@ -18,6 +18,7 @@ from icefrog.runtime.rules import (
     Hands,
     Linear,
     NoFreezing,
+    PipeTransformer,
     Situation,
     Tuner,
 )
@@ -35,6 +36,7 @@ RULES = {
     "freezeout-tuned": FreezeOut,
     "freezeout": lambda: FreezeOut(0.2),
     "freezeout-cubed": lambda: FreezeOut(0.4, "cubed"),
+    "pipetransformer": PipeTransformer,
 }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import models
 import pytest
@@ -11,9 +13,24 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
-from icefrog.runtime import Guards, LayerElastic, protocol
-from icefrog.runtime.rules import Fixed, FreezeOut, FreezingRule, Hands, Linear, Proposal, Situation
-from icefrog.spec import Target
+from icefrog.runtime import Guards, LayerElastic, Stopped, protocol
+from icefrog.runtime.parallel.single import Single
+from icefrog.runtime.rules import (
+    RULES,
+    AutoFreeze,
+    Egeria,
+    Fixed,
+    FreezeOut,
+    FreezingRule,
+    Gradients,
+    Hands,
+    Linear,
+    PipeTransformer,
+    Proposal,
+    Situation,
+)
+from icefrog.spec import RuleName, Target
+from icefrog.testing.rules import situation
 
 
 def make(rule, model=None, **options):  # type: ignore[no-untyped-def]
@@ -115,12 +132,14 @@ def test_linear_rises_with_progress() -> None:
 
 
 def test_names_and_their_mistakes() -> None:
-    assert make("linear")[0].rule.name == "linear"
+    assert set(RULES) == set(get_args(RuleName))
+    for name in RULES:
+        assert make(name)[0].rule.name == name
     with pytest.raises(UserError, match="no freezing rule 'tunner'"):
         make("tunner")
     with pytest.raises(UserError, match="guards belong"):
         make(Fixed(1), guards=Guards())
-    for wrong in (lambda: Fixed(-1), lambda: Linear(0.5, 0.5), lambda: FreezeOut(0.0)):
+    for wrong in (lambda: Fixed(-1), lambda: Linear(0.5, 0.5), lambda: FreezeOut(0.0), lambda: PipeTransformer(1)):
         with pytest.raises(UserError):
             wrong()
 
@@ -158,3 +177,72 @@ def test_freezing_changes_with_the_grant_while_running(tmp_path: Path) -> None:
             break
     assert elastic._decider.active.name == "freezeout"
     assert "schedule" in reason
+
+
+def test_pipetransformer_by_hand() -> None:
+    """Ten layers: at most a third of the open ones at a time, and not beyond the smallest gradient."""
+
+    def depth(frozen: int, *norms: float) -> int:
+        now = situation([1.0] * 10, frozen)
+        return (
+            PipeTransformer().propose(replace(now, gradients=Gradients((1.0,) * 10, norms, (True,) * 10))).frozen_layers
+        )
+
+    assert depth(0, *[9.0] * 8, 1.0, 9.0) == 3
+    assert depth(3, *[0.0] * 3, *[9.0] * 5, 1.0, 9.0) == 5
+    assert depth(3, *[0.0] * 3, 9.0, 1.0, *[9.0] * 5) == 4
+    assert depth(8, *[0.0] * 8, 9.0, 1.0) == 8
+    assert depth(0, 1.0, *[9.0] * 9) == 0
+
+
+@pytest.mark.parametrize("rule", [AutoFreeze, Egeria])
+def test_rules_that_look_at_gradients_refuse_a_model_in_parts(rule, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(Single, "sharded", True)
+    with pytest.raises(UserError, match="whole gradients"):
+        make(rule())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: FreezeOut(0.5),
+        lambda: FreezeOut(0.5, "cubed"),
+        AutoFreeze,
+        lambda: Egeria(evaluate_every=3, window=2, tolerance=0.5, warmup_share=0.0),
+        lambda: Linear(0.0, 1.0),
+        lambda: Fixed(2, 0.3),
+        PipeTransformer,
+    ],
+    ids=["freezeout", "freezeout-cubed", "autofreeze", "egeria", "linear", "fixed", "pipetransformer"],
+)
+def test_a_stopped_and_resumed_job_is_the_same_to_the_bit(rule, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Stopped in the middle of an epoch and of an interval, at step 21 of 48 (each rule decides every 6 steps, too)."""
+
+    def fit(folder: Path, attempt: str, stop_at: int | None):  # type: ignore[no-untyped-def]
+        (folder / attempt).mkdir(parents=True)
+        env = {protocol.ENV_ATTEMPT_DIR: str(folder / attempt), protocol.ENV_CHECKPOINT_DIR: str(folder / "kept")}
+        model = models.mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        elastic = LayerElastic(model, optimizer, rule=rule(), global_batch=16, tune_every_steps=6, env=env)
+        sampler = elastic.sampler(64)
+        x, y = models.data()
+        for epoch in elastic.epochs(20):
+            for rows in sampler:
+                nn.functional.cross_entropy(elastic.model(x[rows]), y[rows]).backward()
+                elastic.note_loss(1.0)
+                if elastic._at.step == stop_at:
+                    (folder / attempt / "stop").touch()
+                optimizer.step()
+                optimizer.zero_grad()
+            elastic.end_epoch(metric=0.1)
+            if epoch == 11:
+                break
+        return elastic, model
+
+    whole, straight = fit(tmp_path / "whole", "a", None)
+    with pytest.raises(Stopped):
+        fit(tmp_path / "parts", "a", 20)
+    resumed, model = fit(tmp_path / "parts", "b", None)
+    assert resumed._decider.state_dict() == whole._decider.state_dict()
+    assert resumed.frozen_layers == whole.frozen_layers
+    assert models.bytes_of(model) == models.bytes_of(straight)

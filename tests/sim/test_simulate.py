@@ -20,7 +20,7 @@ from icefrog.executors.sim import WorldConfig
 from icefrog.policies import policy_names
 from icefrog.profile import FloatArray, OccupancyParams
 from icefrog.simulate import RunResult, SimSettings, icefrog_scenario, simulate
-from icefrog.spec import BatchRule, JobSpec
+from icefrog.spec import BatchRule, FreezeRule, JobSpec
 from icefrog.state import ClusterState, JobState
 from icefrog.testing.builders import cluster
 
@@ -143,6 +143,19 @@ def test_layers_freeze_and_open_again() -> None:
     assert deeper >= 15
     assert shallower >= 3
     assert all(0.0 < report.psi <= 1.0 for report in reports(result))
+
+
+@pytest.mark.parametrize("rule", ["freezeout", "egeria"])
+def test_a_job_s_own_freezeout_is_simulated_and_rules_without_a_model_train_whole(rule: str) -> None:
+    quiet: dict[str, SettlingCurves] = {
+        job_id: QuietFront(curve.num_layers) for job_id, curve in STANDARD.curves.items()
+    }
+    own = tuple(spec.model_copy(update={"freeze": FreezeRule(rule=rule)}) for spec in STANDARD.specs)  # type: ignore[arg-type]
+    by_job: dict[str, list[int]] = {}
+    for report in reports(run(replace(STANDARD, specs=own, curves=quiet), "icefrog")):
+        by_job.setdefault(report.job_id, []).append(report.frozen_layers)
+    assert all(b >= a for depths in by_job.values() for a, b in pairwise(depths))
+    assert (sum(depths[-1] > 0 for depths in by_job.values()) >= 15) == (rule == "freezeout")
 
 
 def test_freezeout_freezes_by_its_schedule_and_never_opens() -> None:

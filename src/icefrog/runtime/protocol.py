@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from icefrog.profile import Profile
-from icefrog.spec import Target
+from icefrog.spec import RuleName, Target
 
 ENV_JOB_ID = "ICEFROG_JOB_ID"
 ENV_ATTEMPT = "ICEFROG_ATTEMPT"
@@ -43,7 +43,7 @@ class Grant(_Frozen):
     min_frozen_layers: int = Field(default=0, ge=0)
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: max_fraction alone bounds it")
     max_fraction: float = Field(default=0.9, ge=0, le=1)
-    rule: Literal["tuner", "none"] = Field(default="tuner", description="the job file's")
+    rule: RuleName = Field(default="tuner", description="the job file's")
     freezing: Literal["none", "tuner", "freezeout"] = Field(
         default="tuner",
         description="the rule that the scheduler's policy reckons with; freezeout: the job must follow it",

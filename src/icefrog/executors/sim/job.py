@@ -28,6 +28,7 @@ from icefrog.types import GpuId
 _REPORTED_DIGITS = 4
 _SAME_TIME_S = 1e-6
 _LEAST_PSI = 1e-6  # a frozen depth with nothing left to learn still ends some day
+_SIMULATED_RULES = ("tuner", "freezeout")  # jobs that freeze by another rule of their own train whole here
 
 
 @dataclass(slots=True)
@@ -276,7 +277,7 @@ class SimJob:
         low, high = self._bounds(self.grant)
         psi = penalties(self._estimate, self._seen_v)
         depth, way, self.reason = low, self._way, "the grant leaves one depth"
-        if self.grant.freezing == "freezeout":
+        if "freezeout" in (self.grant.freezing, self.spec.freeze.rule):
             low, high = self._scheduled(low, high)
             depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self.total_samples:.0%}"
         if low < high or (len(self._ways) > 1 and self._seen_g is not None):
@@ -308,7 +309,7 @@ class SimJob:
 
     def _bounds(self, grant: Grant) -> tuple[int, int]:
         own = self.spec.freeze
-        high = max_frozen_layers(self._num_layers, own.max_fraction) if own.rule == "tuner" else 0
+        high = max_frozen_layers(self._num_layers, own.max_fraction) if own.rule in _SIMULATED_RULES else 0
         if grant.max_frozen_layers is not None:
             high = min(high, grant.max_frozen_layers)
         return min(grant.min_frozen_layers, high), high

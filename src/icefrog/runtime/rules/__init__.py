@@ -22,6 +22,7 @@ from icefrog.runtime.rules.fixed import Fixed
 from icefrog.runtime.rules.freezeout import FreezeOut
 from icefrog.runtime.rules.linear import Linear
 from icefrog.runtime.rules.none import NoFreezing
+from icefrog.runtime.rules.pipetransformer import PipeTransformer
 from icefrog.runtime.rules.tuner import Tuner
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Hands",
     "Linear",
     "NoFreezing",
+    "PipeTransformer",
     "Proposal",
     "Rule",
     "Situation",
@@ -56,6 +58,7 @@ RULES: dict[str, Callable[[], FreezingRule]] = {
     "freezeout": FreezeOut,
     "autofreeze": AutoFreeze,
     "egeria": Egeria,
+    "pipetransformer": PipeTransformer,
 }
 """Rules that need no settings, by name."""
 
