@@ -2,9 +2,9 @@
 
     python killed_jobs.py VARIANT FOLDER KILLS SEED
 
-Variants: ``sync`` writes at the step boundary, ``async`` beside training. The job moves its boundary as it goes. A first job is
-never killed and notes a digest of its state after each step: every checkpoint found after a kill must be that state, whole.
-Jobs are forked from this process, which computes nothing itself, so that PyTorch is loaded once.
+Variants: ``sync`` writes at the step boundary, ``async`` beside training. The job moves its boundary as it goes. A first
+job is never killed and notes a digest of its state after each step: every checkpoint found after a kill must be that state,
+whole. Jobs are forked from this process, which computes nothing itself, so that PyTorch is loaded once.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def job(variant: str, folder: Path | None, steps: int, each_step: Callable[[Laye
         if variant == "sync" and folder is not None:
             elastic._store.save(elastic.state_dict(), {})  # type: ignore[union-attr]
         each_step(elastic)
+    elastic._keeper.wait()
 
 
 def fork(work: Callable[[], None]) -> int:
