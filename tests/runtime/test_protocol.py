@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from icefrog import events as ev
 from icefrog.errors import UserError
+from icefrog.executors.local.attempts import job_grant
 from icefrog.runtime import protocol
 from icefrog.runtime.agent import Agent
+from icefrog.testing.builders import job_spec
 
 GRANT = {"num_gpus": 1, "batch_per_gpu": 16, "global_batch": 16, "max_epochs": 3, "target": {"value": 0.9}}
 
@@ -82,6 +85,12 @@ def test_a_new_grant_is_read_once_and_a_broken_one_ignored(tmp_path: Path) -> No
 def test_a_broken_grant_in_the_environment_is_a_user_error() -> None:
     with pytest.raises(UserError, match="num_gpus"):
         Agent({protocol.ENV_GRANT: '{"batch_per_gpu": 1, "global_batch": 1}'})
+
+
+def test_a_job_is_told_the_policy_s_rule_and_its_own() -> None:
+    spec = job_spec(freeze={"rule": "egeria"}, max_epochs=3)
+    told = job_grant(spec, ev.Grant(num_gpus=2, batch_per_gpu=32, freezing="freezeout"))
+    assert (told.freezing, told.rule, told.global_batch) == ("freezeout", "egeria", 64)
 
 
 def test_without_an_executor_nothing_happens() -> None:
