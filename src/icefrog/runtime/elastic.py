@@ -58,8 +58,8 @@ class LayerElastic:
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
-        parallel: how the model is spread over the ranks: ``auto`` (``ddp`` where there are several, else ``single``), or a
-            :class:`~icefrog.runtime.parallel.Parallel`.
+        parallel: how the model is spread over the ranks: ``auto`` (``ddp`` where there are several, else ``single``),
+            ``fsdp``, or a :class:`~icefrog.runtime.parallel.Parallel`.
         ddp_options: further arguments of DistributedDataParallel.
         name: of the profile; default: the executor's job id.
         env: environment; default: ``os.environ``.

@@ -144,6 +144,9 @@ class Engine:
         """Layers for another forward order of the pieces (by name)."""
         by_name = {piece.name: piece for piece in self.pieces}
         self.pieces = [by_name[name] for name in order]
+        current = dict(self.inner.named_parameters(remove_duplicate=False))  # sharding has put others in their place
+        for piece in self.pieces:
+            piece.params = {name: current[name] for name in piece.params}
         self.build(group_pieces(self.inner, self.pieces))
         self._ordered = True
 
@@ -223,11 +226,12 @@ class Engine:
         """Keep the frozen prefix's outputs from now on.
 
         Raises:
-            UserError: no rank runs the whole prefix.
+            UserError: no rank runs the whole prefix, or none can leave it out alone.
         """
         if not self.parallel.caches:
             raise UserError(
-                f"the prefix cache does not work in a {self.parallel.name}", "leave out elastic.cache_prefix(...)"
+                f"the prefix cache does not work with parallel={self.parallel.name!r}",
+                "leave out elastic.cache_prefix(...)",
             )
         if self.cache is not None:
             self.cache.close()

@@ -5,7 +5,9 @@ Where the R gradients of a step come from:
 * several ranks: DDP's communication hook sees each bucket before and after the all-reduce (so before any clipping);
 * one rank, several accumulation micro-steps: differences of the accumulated gradient;
 * a pipeline, or replicas of one: the same, of parts of each replica's batch, which passes the stages in micro-batches;
-* one rank, one micro-step: this step's gradient and the one before it, copied as backward produces them.
+* one rank, one micro-step: this step's gradient and the one before it, copied as backward produces them;
+* parameters split over ranks: the same, on each rank's slices of the averaged gradient, with M the global batch. (Second
+  moments are split, too, so one rank's own gradient cannot be preconditioned where it is whole.)
 
 Under Adam-like optimizers gradients are measured preconditioned, g / (sqrt(v) + eps) with v bias-corrected as the optimizer
 itself uses it.
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.estimate.penalty import replica_estimate, successive_estimate
 from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.shards import local_part
 from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.wrapping import World
 
@@ -57,28 +60,43 @@ class Preconditioner:
         self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
         self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
 
-    def scale(self, param: nn.Parameter) -> torch.Tensor | None:
+    def _moment(self, param: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """The optimizer's second moment (this rank's slice, where the parameter is split) and its name."""
+        state = self.optimizer.state.get(param)
+        key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
+        return None if state is None or key is None else (key, local_part(state[key]))
+
+    def largest(self, param: torch.Tensor) -> torch.Tensor:
+        """Largest second moment among this rank's elements of the parameter; 0 if it has none."""
+        found = self._moment(param)
+        return found[1].max() if found is not None and found[1].numel() else torch.zeros((), device=param.device)
+
+    def scale(self, param: nn.Parameter, largest: torch.Tensor | None = None) -> torch.Tensor | None:
         """sqrt(v) + eps by element, what gradients are divided by; None before the optimizer has state for the parameter.
 
         An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
         hundreds of steps. It is not measured (infinity) until v includes it. Where v is tiny beside the parameter's
         largest, a floor stops the same. The scale is common to all replicas' gradients and their mean, as the estimate
         of a variance needs: cutting each ratio off is not linear, and gave the rare rows of embeddings a variance < 0.
+
+        Args:
+            param: of the optimizer.
+            largest: its largest second moment, where other ranks hold a part of it; default: looked for here.
         """
-        state = self.optimizer.state.get(param)
-        key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
-        if state is None or key is None:
+        found = self._moment(param)
+        if found is None:
             return None
-        group = self._group.get(id(param), {})
-        moment: torch.Tensor = state[key]
+        key, moment = found
+        largest = moment.max() if largest is None else largest
+        state, group = self.optimizer.state[param], self._group.get(id(param), {})
         decay = group["betas"][1] if "betas" in group else group.get("alpha", 0.0) if key == "square_avg" else 0.0
         correction = 1.0
         if "betas" in group and "step" in state:
             correction = 1.0 - float(decay) ** float(state["step"])
-            moment = moment / correction
+            moment, largest = moment / correction, largest / correction
         # The largest |g| / sqrt(v) that the optimizer itself can produce at this step, its v including g.
         bound = math.sqrt(correction / (1.0 - decay)) if decay < 1.0 else math.inf
-        scale = torch.maximum(moment.sqrt().add_(group.get("eps", 1e-8)), moment.max().sqrt() / bound)
+        scale = torch.maximum(moment.sqrt().add_(group.get("eps", 1e-8)), largest.sqrt() / bound)
         return scale.masked_fill_(moment == 0, math.inf)
 
 
@@ -115,6 +133,7 @@ class Statistics:
         self.layer_of = {id(param): i for i, layer in enumerate(layers) for param in layer.params.values()}
         self.preconditioner = Preconditioner(optimizer, precondition)
         self.world = world
+        self._split = any(hasattr(param, "to_local") for param in self.params)  # each over all ranks
         self.accum_steps = accum_steps
         self.loss_scale = loss_scale
         self.every = every
@@ -209,11 +228,11 @@ class Statistics:
     def _copy(self, param: torch.Tensor) -> None:
         if not self.capture or param.grad is None:
             return
-        held = self._now.get(id(param))
-        if held is None or held.shape != param.grad.shape:
-            self._now[id(param)] = param.grad.detach().clone()
+        held, grad = self._now.get(id(param)), local_part(param.grad)
+        if held is None or held.shape != grad.shape:
+            self._now[id(param)] = grad.detach().clone()
         else:
-            held.copy_(param.grad)
+            held.copy_(grad)
 
     def _successive(self) -> torch.Tensor | None:
         """|g_t - g_(t-1)|^2 and g_t . g_(t-1) by layer, shape (2L,)."""
@@ -387,8 +406,11 @@ class Statistics:
         if not self.preconditioner.active:
             return []
         scales = []
-        for param in params:
-            scale = self.preconditioner.scale(param)  # type: ignore[arg-type]
+        largest: Sequence[torch.Tensor | None] = [None] * len(params)
+        if self._split:
+            largest = list(self.world.max(torch.stack([self.preconditioner.largest(param) for param in params])))
+        for param, top in zip(params, largest, strict=True):
+            scale = self.preconditioner.scale(param, top)  # type: ignore[arg-type]
             if scale is None:
                 return None
             scales.append(scale)

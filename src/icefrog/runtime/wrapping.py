@@ -54,6 +54,14 @@ class World:
         dist.all_reduce(sent)
         return sent
 
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise largest over the ranks, on the device of ``values``."""
+        if self.size == 1:
+            return values
+        sent = values.to(self.control_device, copy=True)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+        return sent.to(values.device)
+
     def from_rank0(self, value: Any) -> Any:
         """Rank 0's value on every rank (pickled: plain data only)."""
         if self.size == 1:

@@ -11,7 +11,7 @@ from icefrog.runtime.parallel.ddp import DataParallel as DataParallel
 from icefrog.runtime.parallel.single import Single as Single
 from icefrog.runtime.wrapping import World
 
-KINDS = ("auto", "single", "ddp")
+KINDS = ("auto", "single", "ddp", "fsdp")
 
 
 def choose(kind: str | Parallel, world: World, ddp_options: Mapping[str, Any]) -> Parallel:
@@ -29,4 +29,10 @@ def choose(kind: str | Parallel, world: World, ddp_options: Mapping[str, Any]) -
             f"parallel='single' in a group of {world.size} processes would train {world.size} models apart",
             "use parallel='auto', or start one process",
         )
-    return DataParallel(ddp_options) if world.size > 1 else Single()
+    if world.size == 1:
+        return Single()
+    if kind == "fsdp":
+        from icefrog.runtime.parallel.fsdp import FullyShardedDataParallel  # imports much of torch.distributed
+
+        return FullyShardedDataParallel()
+    return DataParallel(ddp_options)

@@ -34,7 +34,7 @@ class Parallel:
     sharded: ClassVar[bool] = False
     """Whether a rank holds only a part of the parameters: states are then gathered, by all ranks together."""
     caches: ClassVar[bool] = True
-    """Whether a frozen prefix's outputs can be kept: a rank runs the whole prefix."""
+    """Whether a frozen prefix's outputs can be kept: a rank runs the whole prefix, and can leave it out alone."""
 
     world: World
     model: nn.Module
@@ -124,7 +124,7 @@ class Parallel:
         """Whether the coming backward pass synchronises (false in all but the last accumulation micro-step)."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what was accumulated so far: the next micro-batch has another number of samples."""
+        """On this rank alone. Multiply what was accumulated so far: the next micro-batch has another number of samples."""
         for layer in self.freezer.layers[self.freezer.frozen_layers :]:
             for param in layer.params.values():
                 if param.grad is not None:
@@ -144,7 +144,7 @@ class Parallel:
         torch.nn.utils.clip_grad_norm_(params, max_norm)
 
     def drop_gradients(self) -> None:
-        """Forget whatever was accumulated: training goes on from another state."""
+        """On this rank alone. Forget whatever was accumulated: training goes on from another state."""
         for param in self.model.parameters():
             param.grad = None
 
