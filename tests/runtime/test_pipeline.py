@@ -19,7 +19,8 @@ from two_ranks import Ranks
 from wire import Wire
 
 from icefrog.errors import UserError
-from icefrog.runtime import LayerElastic, Pipeline, Stopped, protocol
+from icefrog.estimate.throughput import throughput
+from icefrog.runtime import Guards, LayerElastic, Pipeline, Stopped, protocol
 
 SAMPLES, BATCH = 61, 16  # the last global batch, 13 samples, passes the stages in one piece
 LOSS = nn.functional.cross_entropy
@@ -298,6 +299,46 @@ def test_statistics_are_those_of_the_batch_in_pieces(ranks: Ranks, kind: str, pi
             trace = float(rows.var(dim=0).sum()) / pieces  # tr Cov of the batch's gradient
             assert variance[index] == pytest.approx(16 * trace, rel=1e-4)
             assert sqr_norm[index] == pytest.approx(float(rows.mean(0).square().sum()) - trace, rel=1e-4, abs=1e-7)
+
+
+def tuned(kind: str) -> Any:
+    """What the tuner decides from, after a hundred steps."""
+    model = models.mlp(depth=5, dim=32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    elastic = LayerElastic(
+        model, optimizer, guards=Guards(0, 0, 0, 0), tune_every_steps=10, global_batch=32, parallel=parallelism(kind)
+    )
+    x, y = models.data(320, 32)
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=elastic.sampler(320))
+    told = []
+    for epoch in elastic.epochs(20):
+        for part, label in loader:
+            elastic.train_step(part, label)
+            optimizer.step()
+            optimizer.zero_grad()
+        decision = elastic.end_epoch()
+        told.append((decision.frozen_layers, decision.reason, decision.effective_progress))
+        if epoch == 9:
+            break
+    profile = elastic.profile()
+    assert profile is not None
+    speed = [float(throughput(profile, elastic.world_size, 1, 32 // elastic.world_size, depth)) for depth in range(5)]
+    elastic.close()
+    return told, profile.parallel, speed
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "replicas"])
+def test_the_tuner_decides_for_all_from_what_all_stages_measured(ranks: Ranks, kind: str) -> None:
+    first, second = ranks.run(tuned, kind)
+    assert first == second
+    told, parallel, speed = first
+    assert not told[-1][1].startswith("not ready")
+    assert told[-1][2] > 0
+    expected = {"pipeline": (None, (2, 3)), "replicas": (1, (5,))}[kind]
+    assert (parallel.num_stages, parallel.stage_layers) == expected
+    assert parallel.micro_batches == 4
+    assert speed == sorted(speed)
+    assert speed[-1] > speed[0]
 
 
 def evaluated() -> Any:

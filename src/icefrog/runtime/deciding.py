@@ -253,7 +253,7 @@ class Decider:
             steps_since_move=at.step - self.last_move_step,
             config=Config(
                 num_gpus=self.world.size,
-                batch_per_gpu=max(engine.batch_per_gpu, 1),
+                batch_per_gpu=engine.samples_per_gpu,
                 accum_steps=engine.options.accum_steps,
                 frozen_layers=engine.boundary,
                 shared=grant.shared if grant else False,

@@ -23,7 +23,7 @@ from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
-from icefrog.runtime.timing import LayerFlops, StepTimer
+from icefrog.runtime.timing import LayerFlops, StepTimer, StepTimes
 from icefrog.runtime.wrapping import World
 
 
@@ -76,7 +76,7 @@ class Engine:
         self.cache: PrefixCache | None = None
         self.psi = 1.0
         self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
-        self.batch_per_gpu = 0  # nominal m: the largest micro-batch seen
+        self.batch_per_gpu = 0  # of a replica: the largest micro-step's samples seen
         self._seen = 0  # samples of the last forward pass, from the model's input
         self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
         self._passes = 1  # backward passes of the micro-step
@@ -85,6 +85,7 @@ class Engine:
         self._units = 0  # sum over the micro-steps since the last optimizer step
         self._step_samples = 0
         self.micro = 0  # micro-steps done since the last optimizer step
+        self._unmerged: tuple[PointKey, StepTimes] | None = None  # this rank's part of the last step's times
         self._waiting: int | None = None  # a boundary that comes into force with the next optimizer step
         self.noticed: list[str] = []  # what :meth:`put_right` found while the boundary moved
         self.pieces: list[Piece] = [] if given else find_pieces(model)
@@ -108,7 +109,10 @@ class Engine:
         self.freezer = Freezer(self.inner, self.optimizer, layers)
         self.tracker = GradientTracker(len(layers))
         self.profiler = Profiler(
-            self.options.name, [(layer.name, float(layer.param_bytes)) for layer in layers], self.device.type
+            self.options.name,
+            [(layer.name, float(layer.param_bytes)) for layer in layers],
+            self.device.type,
+            self.parallel.describe,
         )
         self._attach()
 
@@ -136,7 +140,8 @@ class Engine:
             self.statistics.set_weight(*weight)
         if self.micro > 0:
             self.statistics.skip()
-        self.timer = StepTimer(self.inner, layers, self.device)
+        self.timer = self.parallel.timer = StepTimer(self.inner, layers, self.device)
+        self._unmerged = None
         self.parallel.connect(self.freezer, self.statistics)
         self._set_sync()
 
@@ -214,6 +219,7 @@ class Engine:
         self.tracker.set_boundary(frozen_layers)
         self.statistics.reset()
         self.profiler.moved()
+        self._unmerged = None
         self._rewire()
         self.refresh_psi()
         return True
@@ -376,6 +382,11 @@ class Engine:
         """M in samples, of a full step."""
         return max(self.batch_per_gpu, 1) * self.parallel.num_replicas * self.options.accum_steps
 
+    @property
+    def samples_per_gpu(self) -> int:
+        """m: a nominal micro-step's samples over the GPUs that work on them."""
+        return max(-(-self.batch_per_gpu * self.parallel.num_replicas // self.world.size), 1)
+
     def _set_flops(self, forward: Mapping[int, float]) -> None:
         if not self._flops_samples or any(self.profiler.flops):
             return
@@ -472,16 +483,26 @@ class Engine:
         if self.cache is not None:
             self.cache.used = False
         if times is not None and full and not self.shared and not cached:
-            self.profiler.observe(self.point(), times)
+            self._learn(self.point(), times)
         return result, total, agreed
+
+    def _learn(self, key: PointKey, times: StepTimes) -> None:
+        if len(self.parallel.pack_times(None)):
+            self._unmerged = (key, times)  # goes round with the next step's sum
+        else:
+            self.profiler.observe(key, times)
 
     def _observe(self, wishes: Wishes) -> tuple[int, Wishes]:
         mine = [self._share(), float(wishes.stop), float(wishes.regrant)]
         due = self.statistics.due
         local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
-        sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), local])).cpu()
+        (key, own), self._unmerged = self._unmerged or (self.point(), None), None
+        times = self.parallel.pack_times(own)
+        sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), times, local])).cpu()
+        if len(times) and (merged := self.parallel.unpack_times(sums[3 : 3 + len(times)])) is not None:
+            self.profiler.observe(key, merged)
         total = round(float(sums[0]))
-        found = self.statistics.finish(np.asarray(sums[3:].numpy()) if due else None, total, self._passes)
+        found = self.statistics.finish(np.asarray(sums[3 + len(times) :].numpy()) if due else None, total, self._passes)
         self._passes = 1
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
             self.refresh_psi()
@@ -492,7 +513,7 @@ class Engine:
         return PointKey(
             self.world.size,
             self.nodes,
-            max(self.batch_per_gpu, 1),
+            self.samples_per_gpu,
             self.options.accum_steps,
             self.freezer.frozen_layers,
         )

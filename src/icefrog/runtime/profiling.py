@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,10 @@ from icefrog.profile import (
     ComputeCurve,
     FloatArray,
     LayerCost,
+    Parallel,
+    Pipelined,
     Profile,
+    Replicated,
     SyncCurve,
     ThroughputParams,
 )
@@ -52,8 +55,9 @@ class PointKey(NamedTuple):
 class _Recent:
     """Recent steps at one key; rows: rest (step - bwd - sync), bwd, sync, ready by layer."""
 
-    def __init__(self, rows: Sequence[Sequence[float]] = ()) -> None:
+    def __init__(self, rows: Sequence[Sequence[float]] = (), steps_s: Sequence[float] = ()) -> None:
         self.rows: deque[list[float]] = deque((list(row) for row in rows), maxlen=RECENT_STEPS)
+        self.steps_s: deque[float] = deque(steps_s, maxlen=RECENT_STEPS)
 
     def median(self) -> FloatArray:
         return np.median(np.asarray(self.rows, dtype=np.float64), axis=0)
@@ -66,12 +70,20 @@ class Profiler:
         name: of the profile.
         layers: (name, parameter bytes) of each layer.
         device_type: ``cpu`` or ``cuda``.
+        describe: how the model is spread, as the profile says it; asked whenever that matters.
     """
 
-    def __init__(self, name: str, layers: Sequence[tuple[str, float]], device_type: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[tuple[str, float]],
+        device_type: str,
+        describe: Callable[[], Parallel] = Replicated,
+    ) -> None:
         self.name = name
         self.layers = list(layers)
         self.device_type = device_type
+        self._describe = describe
         self.flops: list[float] = [0.0] * len(layers)  # training FLOPs of one sample; 0 until counted
         self._points: dict[PointKey, _Recent] = {}
         self._occupancy: dict[PointKey, tuple[float, float]] = {}
@@ -87,8 +99,12 @@ class Profiler:
         if self._skip > 0:
             self._skip -= 1
             return
-        rest = max(times.step_s - times.bwd_s - times.sync_s, 1e-9)
-        self._points.setdefault(key, _Recent()).rows.append([rest, times.bwd_s, times.sync_s, *times.ready_s])
+        recent = self._points.setdefault(key, _Recent())
+        rest = times.step_s - times.bwd_s - times.sync_s
+        if isinstance(self._describe(), Pipelined):  # stages work at the same time
+            rest = times.fwd_s
+        recent.rows.append([max(rest, 1e-9), times.bwd_s, times.sync_s, *times.ready_s])
+        recent.steps_s.append(times.step_s)
 
     def sample_occupancy(self, key: PointKey, *, alone: bool = True) -> tuple[float, float | None]:
         """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown).
@@ -113,7 +129,9 @@ class Profiler:
     def measured_step_s(self, key: PointKey) -> float | None:
         """Median seconds of a step at this key."""
         recent = self._points.get(key)
-        return float(recent.median()[:3].sum()) if recent and recent.rows else None
+        if recent is None or not recent.rows:
+            return None
+        return float(np.median(recent.steps_s)) if recent.steps_s else float(recent.median()[:3].sum())
 
     def profile(self, samples_per_epoch: int, max_local_batch: int) -> Profile | None:
         """The calibrated profile; None before the first typical step."""
@@ -128,9 +146,10 @@ class Profiler:
             occupancy=self._occupancy_params(np.ones(1), np.ones(1)),
             samples_per_epoch=samples_per_epoch,
             max_local_batch=max_local_batch,
+            parallel=self._describe(),
             provenance="",
         )
-        params, notes = _calibrate(points, draft.theta, draft.omega, self._prior_sync_s())
+        params, notes = _calibrate(points, draft, self._prior_sync_s())
         return draft.model_copy(
             update={
                 "throughput": params,
@@ -167,33 +186,60 @@ class Profiler:
         """Plain values."""
         return {
             "flops": list(self.flops),
-            "points": [[list(key), [list(row) for row in recent.rows]] for key, recent in self._points.items()],
+            "kind": self._kind(),
+            "points": [
+                [list(key), [list(row) for row in recent.rows], list(recent.steps_s)]
+                for key, recent in self._points.items()
+            ],
             "occupancy": [[list(key), list(pair)] for key, pair in self._occupancy.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
+        """Inverse of :meth:`state_dict`. Times of another pipeline, or of none, say nothing of this one."""
         self.flops = list(state["flops"])
-        self._points = {PointKey(*key): _Recent(rows) for key, rows in state["points"]}
+        known = state["points"] if state.get("kind") == self._kind() else []
+        self._points = {PointKey(*key): _Recent(*rows) for key, *rows in known}
         self._occupancy = {PointKey(*key): (pair[0], pair[1]) for key, pair in state["occupancy"]}
         self.moved()
 
+    def _kind(self) -> list[Any] | None:
+        """Of a pipeline, what its points depend on."""
+        kind = self._describe()
+        return [kind.num_stages, kind.micro_batches] if isinstance(kind, Pipelined) else None
 
-def _calibrate(
-    points: dict[PointKey, FloatArray], theta: FloatArray, omega: FloatArray, prior_sync_s: float
-) -> tuple[ThroughputParams, str]:
+
+class _Passes(NamedTuple):
+    """A point as passes of the whole model: samples of a pass, passes of a step, copies of the model."""
+
+    samples: int
+    number: int
+    copies: int
+
+    @classmethod
+    def of(cls, key: PointKey, parallel: Parallel) -> _Passes:
+        """In a pipeline a pass is a micro-batch on its way through all stages."""
+        if not isinstance(parallel, Pipelined):
+            return cls(key.batch_per_gpu, key.accum_steps, key.num_gpus)
+        copies = 1 if parallel.num_stages is None else max(key.num_gpus // parallel.num_stages, 1)
+        samples = key.batch_per_gpu * key.num_gpus / (copies * parallel.micro_batches)
+        return cls(max(round(samples), 1), key.accum_steps * parallel.micro_batches, copies)
+
+
+def _calibrate(points: dict[PointKey, FloatArray], draft: Profile, prior_sync_s: float) -> tuple[ThroughputParams, str]:
+    theta, omega = draft.theta, draft.omega
     fixed_share, exponent = _fit_depth(points, theta)
     kept = fixed_share + (1.0 - fixed_share) * theta**exponent
     fwd: dict[int, list[float]] = {}
     bwd: dict[int, list[float]] = {}
     sync: dict[tuple[int, bool], list[float]] = {}
     for key, row in points.items():
-        fwd.setdefault(key.batch_per_gpu, []).append(float(row[0]) / key.accum_steps)
-        full_bwd = float(row[1]) / key.accum_steps / max(float(kept[key.frozen_layers]), 1e-3)
-        bwd.setdefault(key.batch_per_gpu, []).append(full_bwd)
-        if key.num_gpus > 1:
+        passes = _Passes.of(key, draft.parallel)
+        fwd.setdefault(passes.samples, []).append(float(row[0]) / passes.number)
+        full_bwd = float(row[1]) / passes.number / max(float(kept[key.frozen_layers]), 1e-3)
+        bwd.setdefault(passes.samples, []).append(full_bwd)
+        if passes.copies > 1:
             share = max(float(omega[key.frozen_layers]), 1e-2)
-            sync.setdefault((key.num_gpus, key.num_nodes > 1), []).append(float(row[2]) / share)
+            sync.setdefault((passes.copies, key.num_nodes > 1), []).append(float(row[2]) / share)
     params = ThroughputParams(
         fwd=_fit_batch(fwd, 0.0),
         bwd=_fit_batch(bwd, fixed_share),

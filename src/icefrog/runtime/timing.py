@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -79,6 +79,14 @@ class StepTimer:
         self._marks = _Marks()
         self._last_exit = None
 
+    def mark(self) -> Any:
+        """A reading of the clock, from which a :meth:`span` goes."""
+        return self._mark()
+
+    def span(self, kind: Literal["fwd", "bwd", "sync"], start: Any) -> None:
+        """Something ran from ``start`` until now, where passes do not follow each other (a pipeline's stage)."""
+        self._marks.spans[kind].append((start, self._mark()))
+
     def _mark(self) -> Any:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -118,6 +126,8 @@ class StepTimer:
         return self._times(ready) if ready is not None else None
 
     def _times(self, marks: _Marks) -> StepTimes | None:
+        if marks.spans["fwd"]:
+            return self._stage_times(marks)
         micro = [m for m in marks.micro if m[1] is not None and m[2] is not None]
         if not micro or marks.enter is None:
             return None
@@ -130,6 +140,22 @@ class StepTimer:
             sync_s=self._between(last[2], marks.enter),
             ready_s=tuple(
                 self._between(last[1], marks.ready[i]) if i in marks.ready else nan for i in range(self.num_layers)
+            ),
+        )
+
+    def _stage_times(self, marks: _Marks) -> StepTimes:
+        """From the spans: ``ready_s`` from the start of the last micro-batch's backward pass."""
+        sums = {kind: sum(self._between(*span) for span in spans) for kind, spans in marks.spans.items()}
+        start = marks.start if marks.start is not None else marks.spans["fwd"][0][0]
+        last = marks.spans["bwd"][-1][0] if marks.spans["bwd"] else None
+        return StepTimes(
+            step_s=self._between(start, marks.exit),
+            fwd_s=sums["fwd"],
+            bwd_s=sums["bwd"],
+            sync_s=sums["sync"],
+            ready_s=tuple(
+                self._between(last, marks.ready[i]) if last is not None and i in marks.ready else float("nan")
+                for i in range(self.num_layers)
             ),
         )
 
@@ -147,6 +173,7 @@ class _Marks:
         self.start: Any = None
         self.micro: list[list[Any]] = []  # [forward start, forward end, last gradient ready]
         self.ready: dict[int, Any] = {}
+        self.spans: dict[str, list[tuple[Any, Any]]] = {"fwd": [], "bwd": [], "sync": []}
         self.enter: Any = None
         self.exit: Any = None
 

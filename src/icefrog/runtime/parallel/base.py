@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
+from icefrog.profile import Pipelined, Replicated, Sharded
 from icefrog.runtime import checkpoint
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.statistics import Source, Statistics
+from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.wrapping import World, check_in_step
 
 
@@ -41,6 +43,8 @@ class Parallel:
     """The user's model, unwrapped: names of parameters are its names."""
     freezer: Freezer
     statistics: Statistics
+    timer: StepTimer
+    """To be told of passes that do not go through the model's own forward."""
 
     def start(self, model: nn.Module, world: World) -> None:
         """Collective, once, before anything else: the user's model on its device. All ranks take rank 0's parameters."""
@@ -118,6 +122,21 @@ class Parallel:
 
     def layer_flops(self) -> Sequence[float] | None:
         """Forward FLOPs of one sample by layer, shape (L,), where :meth:`train_step` counts them; None where not."""
+        return None
+
+    def describe(self) -> Replicated | Sharded | Pipelined:
+        """For the job's profile."""
+        return Replicated()
+
+    def pack_times(self, times: StepTimes | None) -> torch.Tensor:
+        """What this rank adds to the sum from which :meth:`unpack_times` makes a step's times, float64; of one length.
+
+        Empty (the default) where each rank's own times are those of the whole model.
+        """
+        return torch.zeros(0, dtype=torch.float64)
+
+    def unpack_times(self, sums: torch.Tensor) -> StepTimes | None:
+        """The whole model's times, from the sum over all ranks; None: some rank had none."""
         return None
 
     def set_sync(self, sync: bool) -> None:

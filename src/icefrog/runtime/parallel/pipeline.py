@@ -15,12 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from icefrog.errors import UserError
+from icefrog.profile import Pipelined
 from icefrog.runtime import checkpoint
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel import chain
 from icefrog.runtime.parallel.base import Parallel
 from icefrog.runtime.parallel.stage import LossFn, StageRunner
 from icefrog.runtime.statistics import Source
+from icefrog.runtime.timing import StepTimes
 from icefrog.runtime.wrapping import OUTSIDE, World, checksums, compare_sums
 
 T = TypeVar("T")
@@ -100,6 +102,7 @@ class Pipeline(Parallel):
         self.first_layers = first_layers
         self.schedule: Literal["1f1b", "gpipe"] = schedule
         self._flops: list[float] | None = None
+        self._nominal = (0, micro_batches)  # samples and micro-batches of the largest batch so far
 
     # --- who holds what
 
@@ -159,6 +162,7 @@ class Pipeline(Parallel):
 
     def rewire(self) -> None:
         """Collective. Stages that only hold frozen layers run forward only; replicas take the first one's buffers."""
+        self.runner.timer = self.timer
         frozen = self.freezer.frozen_layers
         self.runner.set_frozen_stages(sum(not span.trains(frozen) for span in self.spans))
         if self.num_replicas > 1:
@@ -191,6 +195,7 @@ class Pipeline(Parallel):
     def train_step(self, x: Any, y: Any, loss_fn: LossFn | None, begin: Callable[[int], None]) -> torch.Tensor:
         """Collective. Forward and backward of one batch through all stages."""
         loss = self.runner.train(x, y, loss_fn or self.loss_fn, begin)
+        self._nominal = max(self._nominal, (self.runner.samples, self.runner.parts))
         if self._flops is None:
             own = torch.zeros(len(self.freezer.layers), dtype=torch.float64)
             for layer, flops in self.runner.flops.items():
@@ -201,6 +206,38 @@ class Pipeline(Parallel):
     def layer_flops(self) -> Sequence[float] | None:
         """Counted on the first batch, by each stage for its layers."""
         return self._flops
+
+    def describe(self) -> Pipelined:
+        """With the micro-batches that full batches are cut into."""
+        layers = tuple(span.end_layer - span.first_layer for span in self.spans)
+        return Pipelined(num_stages=self.wanted_stages, micro_batches=self._nominal[1], stage_layers=layers)
+
+    def pack_times(self, times: StepTimes | None) -> torch.Tensor:
+        """Step, ranks that have times; by stage forward, backward, synchronisation, s; by layer when gradients are ready.
+
+        Shape (2 + 3 p + L,); the replicas' mean.
+        """
+        begin, end, stages = self.span.first_layer, self.span.end_layer, self.num_stages
+        packed = torch.zeros(2 + 3 * stages + len(self.freezer.layers), dtype=torch.float64)
+        if times is None:
+            return packed
+        packed[:2] = torch.tensor([times.step_s, 1.0]) / self.world.size
+        packed[2 + self.stage : 2 + 3 * stages : stages] = torch.tensor([times.fwd_s, times.bwd_s, times.sync_s])
+        packed[2 + 3 * stages + begin : 2 + 3 * stages + end] = torch.tensor(times.ready_s[begin:end])
+        packed[2:] /= self.num_replicas
+        return packed
+
+    def unpack_times(self, sums: torch.Tensor) -> StepTimes | None:
+        """The stages one after the other, as if there were no others: what the profile is fitted to (Eq. 11, 12)."""
+        if sums[1] < 1.0 - 1e-9:
+            return None
+        stages = self.num_stages
+        fwd, bwd, sync = sums[2 : 2 + 3 * stages].reshape(3, stages).tolist()
+        ready = (sums[2 + 3 * stages :] * self.runner.parts).tolist()  # of one micro-batch, within its stage
+        for index, span in enumerate(self.spans):
+            for layer in range(span.first_layer, span.end_layer):
+                ready[layer] += sum(bwd[index + 1 :])
+        return StepTimes(float(sums[0]), sum(fwd), sum(bwd), sum(sync), tuple(ready))
 
     def _chunk_over(self, index: int, parts: int, samples: int) -> None:
         """Statistics see two halves of a batch: a copy of the gradient for each micro-batch costs more than it tells."""
@@ -221,7 +258,9 @@ class Pipeline(Parallel):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in of_type]
             buffer = torch.cat([grad.reshape(-1) for grad in grads]).mul_(weight)
             self.statistics.bytes_reduced += buffer.numel() * buffer.element_size()
+            start = self.timer.mark()
             dist.all_reduce(buffer, group=self.replicas)
+            self.timer.span("sync", start)
             for param, grad, mean in zip(of_type, grads, torch.split(buffer, [g.numel() for g in grads]), strict=True):
                 param.grad = grad.copy_(mean.view_as(grad))
 

@@ -9,8 +9,6 @@ themselves they run one more forward and backward pass in training mode, which w
 
 from __future__ import annotations
 
-import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from icefrog.errors import UserError
-from icefrog.runtime.timing import LayerFlops
+from icefrog.runtime.timing import LayerFlops, StepTimer
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 KEPT_SCHEDULES = 4  # by shape: full batches and an epoch's last one, in training and in evaluation
@@ -60,17 +58,11 @@ class Shape:
         return cls(tuple(sizes[:count]), _DTYPES[dtype])
 
 
-@dataclass
-class StageTimes:
-    """Seconds that a stage computed for one batch, all micro-batches together; waiting and sending is not in them."""
-
-    fwd_s: float = 0.0
-    bwd_s: float = 0.0
-    last_bwd_at_s: float = math.nan  # ``perf_counter`` when the last micro-batch's backward pass began
-
-
 class _Stage(PipelineStage):
-    """A stage that forgets at once what no backward pass will ask for, and tells when a micro-batch is through."""
+    """A stage that forgets at once what no backward pass will ask for, and tells when a micro-batch is through.
+
+    It is timed, too: passes are, waiting for other stages is not.
+    """
 
     def __init__(self, *args: Any, runner: StageRunner, on_chunk: Callable[[int], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,16 +70,18 @@ class _Stage(PipelineStage):
         self._on_chunk = on_chunk
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
+        timer = self._runner.timer if torch.is_grad_enabled() else None
+        start = timer.mark() if timer else None
         output = super().forward_one_chunk(*args, **kwargs)
-        self._runner.times.fwd_s += time.perf_counter() - begin
+        if timer:
+            timer.span("fwd", start)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if self.has_backward:
-            begin = self._runner.times.last_bwd_at_s = time.perf_counter()
+            start = self._runner.timer.mark()
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            self._runner.times.bwd_s += time.perf_counter() - begin
+            self._runner.timer.span("bwd", start)
         else:
             self.fwd_cache.pop(bwd_chunk_id, None)
         self._on_chunk(bwd_chunk_id)
@@ -142,10 +136,10 @@ class StageRunner:
         self.index = dist.get_rank(group) if group is not None else 0
         self.num_stages = dist.get_world_size(group) if group is not None else 1
         self.frozen_stages = 0
-        self.times = StageTimes()
-        """Of the last batch. On CUDA these are times of launching, not of computing."""
-        self.parts = 1
-        """Micro-batches of the last batch."""
+        self.timer: StepTimer
+        """Told of every pass; to be set before the first."""
+        self.samples, self.parts = 0, 1
+        """Samples and micro-batches of the last batch."""
         self._loss_fn: LossFn | None = None
         self._schedules: OrderedDict[Any, PipelineScheduleSingle] = OrderedDict()
 
@@ -186,9 +180,9 @@ class StageRunner:
         """
         x_shape, y_shape = self._agree(x, y)
         samples = x_shape.sizes[0]
+        self.samples = samples
         begin(samples)
         parts = self.parts = _largest_divisor(samples, self.micro_batches)
-        self.times = StageTimes()
         self._loss_fn = lambda output, target: loss_fn(output, target) / parts
         if self.group is None or self.num_stages == 1:
             if not self.flops:
@@ -215,12 +209,12 @@ class StageRunner:
         assert self._loss_fn is not None
         total = torch.zeros((), dtype=torch.float64)
         for index, (part, target) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            begin = time.perf_counter()
+            start = self.timer.mark()
             loss = self._loss_fn(self.module(part), target)
-            self.times.last_bwd_at_s = middle = time.perf_counter()
+            self.timer.span("fwd", start)
+            start = self.timer.mark()
             loss.backward()  # type: ignore[no-untyped-call]
-            self.times.fwd_s += middle - begin
-            self.times.bwd_s += time.perf_counter() - middle
+            self.timer.span("bwd", start)
             self.on_chunk(index, parts, len(x))
             total += loss.detach().double().cpu()
         return total.to(torch.get_default_dtype())
