@@ -21,6 +21,7 @@ _COMMANDS: Mapping[str, str] = {
     "solve": "icefrog.cli.simulation:solve",
     "report": "icefrog.cli.simulation:report",
     "trace": "icefrog.cli.trace:trace",
+    "profile": "icefrog.cli.profile:profile",
     "policies": "icefrog.cli.listing:policies",
     "workloads": "icefrog.cli.listing:workloads",
     "schema": "icefrog.cli.listing:schema",

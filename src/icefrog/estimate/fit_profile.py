@@ -60,7 +60,7 @@ class StepPoint:
     accum_steps: int
     frozen_layers: int
     step_s: float
-    fwd_s: float | None = None  # of all micro-steps: the step without backward and exposed synchronisation, if timed
+    fwd_s: float | None = None  # forward of all micro-steps, if timed; the rest of a step counts as backward
     sync_s: float | None = None  # exposed synchronisation
 
 

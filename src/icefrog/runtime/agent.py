@@ -86,6 +86,15 @@ class Agent:
         finally:
             os.close(descriptor)
 
+    def write_probed(self, probed: protocol.Probed) -> None:
+        """Put ``probe.json`` into the attempt's folder, whole or not at all."""
+        if self.attempt_dir is None:
+            return
+        path = self.attempt_dir / protocol.PROBE_FILE
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(probed.model_dump_json(by_alias=True))
+        temporary.replace(path)
+
     @staticmethod
     def now_s() -> float:
         """Time stamps of reports, seconds since the epoch."""

@@ -24,6 +24,7 @@ from icefrog.runtime.keeper import Keeper
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
+from icefrog.runtime.probing import Probe
 from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Reporter
 from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
@@ -98,12 +99,13 @@ class LayerElastic:
     ) -> None:
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
+        probe = grant.probe if grant else None
         accum = accum_steps or (grant.accum_steps if grant else 1)
         self._reporter = Reporter(self.agent)
         self.optimizer = optimizer
-        self.rule: FreezingRule = make_rule(rule or (grant.rule if grant else "tuner"), guards)
-        self.target = target or (grant.target if grant else None)
-        self.global_batch = global_batch or (grant.global_batch if grant else None)
+        self.rule: FreezingRule = make_rule("none" if probe else rule or (grant.rule if grant else "tuner"), guards)
+        self.target = None if probe else target or (grant.target if grant else None)
+        self.global_batch = (None if probe else global_batch) or (grant.global_batch if grant else None)
         self.tune_every_steps = tune_every_steps
         self.checkpoint_every_steps = checkpoint_every_steps
         self._world = World(next(model.parameters()).device)
@@ -116,7 +118,7 @@ class LayerElastic:
             grad_scaler=self._scaler,
             max_grad_norm=max_grad_norm,
         )
-        spread = choose(parallel, self._world, ddp_options or {})
+        spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
         self._decider = Decider(
@@ -130,10 +132,11 @@ class LayerElastic:
             self._registered["grad_scaler"] = self._scaler
         self._on_stop, self._stopping = on_stop, False
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
-        folder = None if on_stop is not None else folder
+        folder = None if on_stop is not None or probe else folder
         self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
         self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
         self._finished = False
+        self._probe = Probe(probe, self._engine, self.agent.write_probed) if probe else None
         self.stepped = False
         """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
         self.agent.listen()
@@ -197,7 +200,7 @@ class LayerElastic:
         Raises:
             UserError: no global batch is known, or one that cannot be dealt over the ranks.
         """
-        batch = global_batch or self.global_batch
+        batch = (None if self._probe else global_batch) or self.global_batch
         if batch is None:
             raise UserError("no global batch is known", "pass global_batch= to LayerElastic or to sampler()")
         sampler = ElasticSampler(
@@ -385,6 +388,8 @@ class LayerElastic:
             self._engine.timer.reset()
         self._engine.prepare(at.cursor)
         self._keeper.tell()
+        if self._probe is not None and self._probe.stepped(at.samples_per_epoch):
+            self._leave()
         if agreed.stop:
             self._save()
             self._leave()
@@ -430,6 +435,8 @@ class LayerElastic:
         return float(self._max_epochs * at.samples_per_epoch)
 
     def _outcome(self) -> Outcome | None:
+        if self._probe is not None:
+            return None
         at, total = self._at, self._total()
         if self.target is not None and at.metric is not None and self.target.reached(at.metric):
             return "completed"

@@ -87,6 +87,7 @@ class Profiler:
         self.flops: list[float] = [0.0] * len(layers)  # training FLOPs of one sample; 0 until counted
         self._points: dict[PointKey, _Recent] = {}
         self._occupancy: dict[PointKey, tuple[float, float]] = {}
+        self.last: StepTimes | None = None  # of the last typical step; whoever takes it away sees each once
         self._skip = SKIPPED_STEPS
         self._cpu = (_cpu_demand_s(), time.perf_counter())
 
@@ -105,6 +106,7 @@ class Profiler:
             rest = times.fwd_s
         recent.rows.append([max(rest, 1e-9), times.bwd_s, times.sync_s, *times.ready_s])
         recent.steps_s.append(times.step_s)
+        self.last = times
 
     def sample_occupancy(self, key: PointKey, *, alone: bool = True) -> tuple[float, float | None]:
         """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown).

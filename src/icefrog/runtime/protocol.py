@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from icefrog.profile import Profile
+from icefrog.profile import LayerCost, Profile
 from icefrog.spec import RuleName, Target
 
 ENV_JOB_ID = "ICEFROG_JOB_ID"
@@ -26,10 +26,21 @@ Outcome: TypeAlias = Literal["completed", "target_missed"]
 REPORTS_FILE = "reports.jsonl"
 STOP_FILE = "stop"
 GRANT_FILE = "grant.json"
+PROBE_FILE = "probe.json"
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class ProbeRequest(_Frozen):
+    """What ``icefrog profile`` asks of a run: measure so many typical steps at each depth, write :data:`PROBE_FILE`, leave.
+
+    Such a run decides nothing, saves nothing and has no target.
+    """
+
+    steps: int = Field(ge=1)
+    depths: tuple[int, ...] | None = Field(default=None, description="None: 0, a quarter, half and three quarters of L")
 
 
 class Grant(_Frozen):
@@ -51,6 +62,39 @@ class Grant(_Frozen):
     shared: bool = False
     target: Target | None = None
     max_epochs: int | None = Field(default=None, ge=1)
+    parallel: str = Field(default="auto", description="where the script leaves it open: auto, ddp, fsdp, ...")
+    probe: ProbeRequest | None = None
+
+
+class ProbedCell(_Frozen):
+    """One configuration as rank 0 measured it: means over the faster half of its steps."""
+
+    num_gpus: int = Field(ge=1)
+    num_nodes: int = Field(ge=1)
+    batch_per_gpu: int = Field(ge=1)
+    accum_steps: int = Field(ge=1)
+    frozen_layers: int = Field(ge=0)
+    num_steps: int = Field(ge=1)
+    step_s: float = Field(gt=0)
+    fwd_s: float = Field(ge=0, description="of all micro-steps")
+    bwd_s: float = Field(ge=0)
+    sync_s: float = Field(ge=0, description="from the last gradient to the update: what backward does not hide")
+    mem_bytes: float = Field(gt=0, description="peak of the process (CPU) or of the device")
+    util_pct: float | None = Field(
+        default=None, ge=0, le=100, description="of the device, or of the core; None: unknown"
+    )
+
+
+class Probed(_Frozen):
+    """``probe.json``: what one run measured."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    parallel: str = Field(description="how the model was spread")
+    num_stages: int = Field(default=1, ge=1)
+    micro_batches: int = Field(default=1, ge=1)
+    samples_per_epoch: int | None
+    layers: tuple[LayerCost, ...]
+    cells: tuple[ProbedCell, ...]
 
 
 def _finite(time_s: float) -> float:

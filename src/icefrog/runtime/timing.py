@@ -49,6 +49,7 @@ class StepTimer:
         self.model = model
         self.device = device
         self.num_layers = len(layers)
+        self.clock: Callable[[], float] = time.perf_counter  # on the CPU
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._forward_start),
             model.register_forward_hook(self._forward_end),
@@ -92,7 +93,7 @@ class StepTimer:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             return event
-        return time.perf_counter()
+        return self.clock()
 
     def _forward_start(self, model: nn.Module, _args: Any) -> None:
         if model is self.model and torch.is_grad_enabled():

@@ -96,12 +96,20 @@ class Attempt:
         """Whether it was written down completely."""
         return os.path.exists(self.path / "launch.json")
 
-    def create(self, spec: JobSpec, gpus: tuple[GpuId, ...], grant: ev.Grant, device_env: Mapping[str, str]) -> None:
+    def create(
+        self,
+        spec: JobSpec,
+        gpus: tuple[GpuId, ...],
+        grant: ev.Grant,
+        device_env: Mapping[str, str],
+        probe: protocol.ProbeRequest | None = None,
+        parallel: str = "auto",
+    ) -> None:
         """Write down what to run; ``launch.json`` comes last and makes it valid. Doing it again changes nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
         cwd = Path(spec.cwd or ".")
         checkpoint = (cwd / spec.checkpoint) if spec.checkpoint else self.job.path / "checkpoint"
-        granted = job_grant(spec, grant)
+        granted = job_grant(spec, grant).model_copy(update={"probe": probe, "parallel": parallel})
         self.write_grant(granted)
         files.write_json(self.path / "spec.json", spec.model_dump_json(by_alias=True, indent=2))
         env = {
