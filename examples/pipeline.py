@@ -24,12 +24,12 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    x = torch.randn(1024, 32)
-    y = (x[:, :8].sum(1) > 0).long() + (x[:, 8:16].sum(1) > 0).long()
-    train, (val_x, val_y) = TensorDataset(x[:896], y[:896]), (x[896:], y[896:])
+    x = torch.randn(4096, 16)
+    y = (x[:, :8].sum(1) > 0).long() + (x[:, 8:].sum(1) > 0).long()
+    train, (val_x, val_y) = TensorDataset(x[:3584], y[:3584]), (x[3584:], y[3584:])
 
     # A chain of layers, each called on the output of the one before, whole on every process.
-    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
+    blocks = [nn.Sequential(nn.Linear(16 if i == 0 else 32, 32), nn.Tanh()) for i in range(6)]
     model = nn.Sequential(*blocks, nn.Linear(32, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 

@@ -23,7 +23,10 @@ def choose(kind: str | Parallel, world: World, ddp_options: Mapping[str, Any]) -
     if isinstance(kind, Parallel):
         return kind
     if kind not in KINDS:
-        raise UserError(f"unknown parallelism {kind!r}", f"choose one of {', '.join(KINDS)}, or give a Parallel object")
+        raise UserError(
+            f"unknown parallelism {kind!r}",
+            f"choose one of {', '.join(KINDS)}, or give an object, as in parallel=Pipeline(loss_fn)",
+        )
     if kind == "single" and world.size > 1:
         raise UserError(
             f"parallel='single' in a group of {world.size} processes would train {world.size} models apart",
