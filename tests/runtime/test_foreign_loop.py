@@ -77,7 +77,7 @@ def test_a_request_to_stop_is_left_to_the_loop(tmp_path: Path) -> None:
     assert reports(tmp_path)[-1].kind == "stopped"
     assert not (tmp_path / "checkpoints").exists()
     with pytest.raises(Stopped):  # as ever without on_stop
-        models.train(*make(env), 1)
+        models.train(*make(env), 2)
 
 
 def test_close_gives_model_and_optimizer_back_as_they_were() -> None:

@@ -237,6 +237,8 @@ class Decider:
         return freezeout if grant.freezing == "freezeout" and self.rule.name != "freezeout" else self.rule
 
     def _bounds(self) -> Bounds:
+        if self.engine.freezer.reentrant:
+            return Bounds(0, 0)
         return bounds_of(len(self.engine.layers), self.max_fraction, self.agent.grant)
 
     def _situation(self, at: Counters, total: float | None, profile: Profile | None, loss: float | None) -> Situation:

@@ -20,8 +20,9 @@ from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
-from icefrog.runtime.keeper import Keeper
+from icefrog.runtime.keeper import DueSave, Keeper
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.lr_rules import LrRule, check_rule, lr_factor, step_at
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
@@ -40,8 +41,9 @@ class LayerElastic:
     """Makes a training loop layer-elastic.
 
     Args:
-        model: on its device, before any wrapping in DDP: use :attr:`model` afterwards. With ``WORLD_SIZE`` > 1 in the
-            environment the process group is started here if it was not yet.
+        model: on its device, before any wrapping in DDP: use :attr:`model` afterwards. ``torch.compile(model)`` is opened,
+            its ``forward`` stays compiled. With ``WORLD_SIZE`` > 1 in the environment the process group is started here if
+            it was not yet.
         optimizer: of the model's parameters. Its parameter groups are never changed.
         layers: freezable units in forward order (modules, names, or lists of modules); default: found by themselves.
         target: validation metric that ends training; default: the grant's.
@@ -59,6 +61,9 @@ class LayerElastic:
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
+        lr_rule: what a global batch other than ``base_batch`` makes of the learning rate: ``none``, ``linear``, ``sqrt`` or
+            ``adascale``; applied for the step alone, so that LR schedulers see their own rates.
+        base_batch: M0 in samples, for which the learning rate was chosen; default: that of the job's first step.
         parallel: how the model is spread over the ranks: ``auto`` (``ddp`` where there are several, else ``single``),
             ``fsdp``, or a :class:`~icefrog.runtime.parallel.Parallel`.
         ddp_options: further arguments of DistributedDataParallel.
@@ -91,6 +96,8 @@ class LayerElastic:
         precondition: Precondition = "auto",
         grad_scaler: Any = None,
         max_grad_norm: float | None = None,
+        lr_rule: LrRule = "none",
+        base_batch: int | None = None,
         parallel: str | Parallel = "auto",
         ddp_options: Mapping[str, Any] | None = None,
         name: str | None = None,
@@ -111,7 +118,7 @@ class LayerElastic:
         self._world = World(next(model.parameters()).device)
         self._scaler = ScalerGate(grad_scaler, optimizer, self._world) if grad_scaler is not None else None
         options = EngineOptions(
-            name=name or self.agent.job_id or type(model).__name__,
+            name=name or self.agent.job_id or type(getattr(model, "_orig_mod", model)).__name__,
             accum_steps=accum,
             stats_every=stats_every,
             precondition=precondition,
@@ -125,12 +132,16 @@ class LayerElastic:
             self.rule, self._engine, self.agent, self._world, target=self.target, max_fraction=max_fraction
         )
         self._at = Counters(samples_per_epoch=samples_per_epoch)
+        self.lr_rule = check_rule(lr_rule)
+        self._base_batch = base_batch
         self._max_epochs: int | None = grant.max_epochs if grant else None
         self._registered: dict[str, Stateful] = {}
         if self._scaler is not None:
             self._scaler.attach(self._gate)
             self._registered["grad_scaler"] = self._scaler
         self._on_stop, self._stopping = on_stop, False
+        self._due: DueSave | None = None
+        self._engine.before_step = self._before_step
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
         folder = None if on_stop is not None or probe else folder
         self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
@@ -342,6 +353,7 @@ class LayerElastic:
         self._engine.renew_cache()
         self._engine.check_in_step()
         at = self._at
+        self._due = None  # what follows saves, and leaves where that was asked for
         self._note_samples()
         at.metric = self._mean(metric)
         at.epoch += 1
@@ -366,7 +378,7 @@ class LayerElastic:
         """
         wishes = Wishes(self.agent.stop_requested(), self._world.rank == 0 and self.agent.refresh_grant())
         at = self._at
-        stepping = None if real_step is None else lambda: self._decider.run_step(real_step, at)
+        stepping = None if real_step is None else lambda: self._decider.run_step(lambda: self._at_rate(real_step), at)
         result, samples, agreed = self._engine.step(stepping, wishes)
         self.stepped = real_step is not None
         at.epoch_samples += samples
@@ -390,13 +402,32 @@ class LayerElastic:
         self._keeper.tell()
         if self._probe is not None and self._probe.stepped(at.samples_per_epoch):
             self._leave()
-        if agreed.stop:
-            self._save()
+        every = self.checkpoint_every_steps
+        if agreed.stop and self._on_stop is not None:
             self._leave()
-        if self.stepped and self.checkpoint_every_steps and at.step % self.checkpoint_every_steps == 0:
-            self._save()
-            self._engine.timer.reset()
+        elif agreed.stop or (self.stepped and every and at.step % every == 0):
+            self._due = DueSave(agreed.stop, checkpoint.rng_state())
         return result
+
+    def _before_step(self) -> None:
+        """The next step begins, so all is done that belongs to the last one: its LR scheduler, an average of weights."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._save(due.rng)
+            if due.stop:
+                self._leave()
+            self._engine.timer.reset()
+
+    def _at_rate(self, real_step: Callable[[], Any]) -> Any:
+        """The step at the learning rate that the global batch in force asks for."""
+        engine, at = self._engine, self._at
+        at.base_batch = self._base_batch or at.base_batch or engine.global_batch
+        if self.lr_rule == "none":
+            return real_step()
+        live = slice(engine.freezer.frozen_layers, None)
+        variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
+        factor = lr_factor(self.lr_rule, engine.global_batch, at.base_batch, float(variance), float(signal))
+        return step_at(self.optimizer, factor, real_step)
 
     # --- decisions
 
@@ -472,13 +503,20 @@ class LayerElastic:
             UserError: the state is of a model with other layers, or the optimizer holds other parameters.
         """
         self._gate.restart()
+        self._due = None
         self._at = saving.unpack(state, self._engine, self._decider, self._registered)
 
-    def _save(self) -> None:
+    def _save(self, rng: dict[str, Any] | None = None) -> None:
+        """``rng``: the generators' states at the step's end; the loader may have drawn from them since."""
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
         summary["frozen_layers"] = self._engine.boundary
-        self._keeper.save(self.state_dict, summary, collective=self._engine.parallel.sharded)
+
+        def pack() -> dict[str, Any]:
+            state = self.state_dict()
+            return state if rng is None else {**state, "rng": rng}
+
+        self._keeper.save(pack, summary, collective=self._engine.parallel.sharded)
 
     def _resume(self) -> bool:
         state = self._keeper.newest()

@@ -16,11 +16,13 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
+from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
 from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
+from icefrog.runtime.reentrant import FIX, PROBLEM
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
 from icefrog.runtime.timing import LayerFlops, StepTimer, StepTimes
@@ -65,6 +67,7 @@ class Engine:
         parallel: Parallel,
         options: EngineOptions,
     ) -> None:
+        model, self.compiled = open_compiled(model)
         self.inner = model
         self.optimizer = optimizer
         self.world = world
@@ -84,23 +87,26 @@ class Engine:
         self._unit = 0  # samples of the micro-step whose gradient has weight 1 in the accumulated one
         self._units = 0  # sum over the micro-steps since the last optimizer step
         self._step_samples = 0
+        self._largest_step = 0  # samples of the largest optimizer step so far
         self.micro = 0  # micro-steps done since the last optimizer step
         self._unmerged: tuple[PointKey, StepTimes] | None = None  # this rank's part of the last step's times
         self._waiting: int | None = None  # a boundary that comes into force with the next optimizer step
         self.noticed: list[str] = []  # what :meth:`put_right` found while the boundary moved
         self.pieces: list[Piece] = [] if given else find_pieces(model)
+        self.before_step: Callable[[], None] | None = None
+        """Called when the first forward pass of an optimizer step begins."""
         self._flops: LayerFlops | None = None
         self._settled = False
         self._ordered = given is not None
         self._counting = False
         self._flops_samples = 0
-        self._handles = [
-            model.register_forward_pre_hook(self._forward_start, with_kwargs=True),
-            model.register_forward_hook(self._forward_end, always_call=True),
-        ]
         parallel.start(model, world)
         layers = layers_from_user(model, given) if given else group_pieces(model, self.pieces)
         parallel.place(layers, optimizer)
+        self._handles = [  # first of all hooks: a checkpoint may be made there, before sharded parameters are gathered
+            model.register_forward_pre_hook(self._forward_start, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._forward_end, always_call=True),
+        ]
         self.build(layers)
 
     def build(self, layers: list[Layer]) -> None:
@@ -169,6 +175,8 @@ class Engine:
             handle.remove()
         if self._flops is not None:
             self._flops.finish()
+        if self.compiled is not None:
+            self.compiled.close()
         self.statistics.close()
         self.timer.close()
         self.parallel.close()
@@ -216,6 +224,8 @@ class Engine:
         self.noticed += self.put_right()
         self.check_in_step()
         self.freezer.set_boundary(frozen_layers)
+        if self.compiled is not None:
+            self.compiled.learn()
         self.tracker.set_boundary(frozen_layers)
         self.statistics.reset()
         self.profiler.moved()
@@ -286,6 +296,7 @@ class Engine:
             return
         self._see(_batch_size((args, kwargs)), self.timer.backward_ran)
         if self._flops is None:
+            refuse_outer_compile()
             roots = (
                 [(i, piece.module) for i, piece in enumerate(self.pieces)]
                 if self.pieces
@@ -298,6 +309,8 @@ class Engine:
 
     def _see(self, samples: int, backward_ran: bool) -> None:
         """A forward pass begins; ``backward_ran``: the one before it has had its backward pass."""
+        if self._counted and self.micro == 0 and self.before_step is not None:
+            self.before_step()
         if not self._counted and backward_ran:
             self._passed += self._seen  # accumulation by the user: several backwards before one step
             self._passes += 1
@@ -340,7 +353,7 @@ class Engine:
         Layers frozen before that in the declared order are opened, and as many frozen in the real one.
 
         Returns:
-            A message if it was another order.
+            A message if it was another order, or if nothing can be frozen.
         """
         if self._settled or self._flops is None or self._counting:
             return None
@@ -362,6 +375,9 @@ class Engine:
                 if after != before:
                     message = f"layers run in another order than they are declared: {', '.join(after)}"
         self._set_flops(counts.flops)
+        if counts.reentrant:
+            self.freezer.reentrant = True
+            message = f"nothing will be frozen: {PROBLEM}; {FIX}"
         return message
 
     def order_is_known(self) -> None:
@@ -376,6 +392,11 @@ class Engine:
     def _share(self) -> float:
         """Ranks of one replica see the same samples."""
         return self._step_samples * self.parallel.num_replicas / self.world.size
+
+    @property
+    def global_batch(self) -> int:
+        """M in samples, the same on every rank: the sampler's, else of the largest step so far (from its reduction on)."""
+        return self.sampler.global_batch if self.sampler is not None else self._largest_step
 
     @property
     def nominal_batch(self) -> int:
@@ -502,6 +523,7 @@ class Engine:
         if len(times) and (merged := self.parallel.unpack_times(sums[3 : 3 + len(times)])) is not None:
             self.profiler.observe(key, merged)
         total = round(float(sums[0]))
+        self._largest_step = max(self._largest_step, total)
         found = self.statistics.finish(np.asarray(sums[3 + len(times) :].numpy()) if due else None, total, self._passes)
         self._passes = 1
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.reentrant import FIX, PROBLEM, in_reentrant_checkpoint
 
 
 class Freezer:
@@ -44,6 +45,8 @@ class Freezer:
         self._passed: dict[nn.Module, int] = {}  # the same at the end of a call
         self._running = -1  # the last layer that has run in the forward pass in progress
         self._inside = False  # a forward pass of the whole model is in progress
+        self._recorded = False  # and gradients are wanted
+        self.reentrant = False  # the model checkpoints activations in the way that freezing does not work with
         self._index()
 
     def _index(self) -> None:
@@ -65,7 +68,8 @@ class Freezer:
         """The boundary itself if it is possible.
 
         Raises:
-            UserError: not an integer in 0..L-1, or an optimizer that cannot leave parameters alone.
+            UserError: not an integer in 0..L-1, an optimizer that cannot leave parameters alone, or reentrant activation
+                checkpointing.
         """
         total = len(self.layers)
         if frozen_layers == total:
@@ -80,6 +84,8 @@ class Freezer:
                 "LBFGS moves all parameters along one common direction, so a frozen prefix would not stay fixed",
                 "use a per-parameter optimizer (SGD, Adam, ...) or do not freeze",
             )
+        if frozen_layers and self.reentrant:
+            raise UserError(PROBLEM, FIX)
         return frozen_layers
 
     def set_boundary(self, frozen_layers: int) -> None:
@@ -122,7 +128,7 @@ class Freezer:
 
     def _start(self, model: nn.Module, _args: Any) -> None:
         if model is self.model:
-            self._running, self._inside = -1, True
+            self._running, self._inside, self._recorded = -1, True, torch.is_grad_enabled()
             for module in self._own_mode:  # ``model.train()`` woke them; some forwards read the flags of others
                 module.training = False
 
@@ -131,18 +137,26 @@ class Freezer:
             self._inside = False
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
-        if module not in self._last_user:
-            return  # of a copy
+        if torch.compiler.is_compiling() or module not in self._last_user:
+            return  # modes were set by :meth:`_start`, which is not compiled; or a module of a copy
         if self._inside:
+            layer = self._holds.get(module, -1)
+            if (
+                layer >= self.frozen_layers
+                and self._recorded
+                and not torch.is_grad_enabled()
+                and in_reentrant_checkpoint()
+            ):
+                raise UserError(f"{PROBLEM} (layer {self.layers[layer].name!r})", FIX)
             self._reach[module] = max(self._reach.get(module, -1), self._running)
-            self._running = max(self._running, self._holds.get(module, -1))
+            self._running = max(self._running, layer)
         self._set_mode(module)
 
     def _detach_output(self, root: nn.Module, _args: Any, output: Any) -> Any:
         """Backward stops here even if a tied parameter, which trains with a later layer, was used in the prefix."""
         if root not in self._last_user:
             return output
-        if self._inside:
+        if self._inside and not torch.compiler.is_compiling():
             self._passed[root] = max(self._passed.get(root, -1), self._running)
         # Outside of a forward pass (recomputed activations) as in the last one.
         cut = self._passed.get(root, self.frozen_layers) < self.frozen_layers

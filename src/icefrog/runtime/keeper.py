@@ -25,6 +25,16 @@ from icefrog.runtime.reporting import Reporter
 from icefrog.runtime.wrapping import World
 
 
+@dataclass(frozen=True, slots=True)
+class DueSave:
+    """A checkpoint to be made when the next step begins."""
+
+    stop: bool
+    """Whether the job then leaves."""
+    rng: dict[str, Any]
+    """The generators' states at the end of the last step."""
+
+
 @dataclass(slots=True)
 class _Save:
     """One checkpoint on its way to the disk."""

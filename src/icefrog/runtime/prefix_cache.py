@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, template, tensors_of, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
@@ -153,7 +154,10 @@ class PrefixCache:
             return
         self._restore()
         self.hit, self._keys = False, []
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if isinstance(model.forward, CompiledForward):
+            self.off_reason = "the model is compiled"
             return
         self._settle()
         if self.off_reason:

@@ -25,6 +25,7 @@ class Counters:
     metric: float | None = None
     outcome: str | None = None
     epoch_samples: int = 0  # of the epoch in progress
+    base_batch: int | None = None  # M0: global batch of the first step, or what the user said
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.reentrant import in_reentrant_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +186,14 @@ class LayerFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         flops: forward FLOPs of the pass by key, as counted by ``torch.utils.flop_counter``'s formulas.
         order: keys in the order of their last call.
+        reentrant: a layer ran inside a reentrant activation checkpoint.
     """
 
     def __init__(self, modules: Sequence[tuple[int, nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops: dict[int, float] = {}
         self.order: list[int] = []
+        self.reentrant = False
         self._current = -1
         # On every module below too: a forward may call a layer's children directly. What several keys share tells nothing.
         users: dict[nn.Module, set[int]] = {}
@@ -209,6 +212,7 @@ class LayerFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self.order:
                 self.order.remove(key)
             self.order.append(key)
+            self.reentrant = self.reentrant or (not torch.is_grad_enabled() and in_reentrant_checkpoint())
 
         return enter
 

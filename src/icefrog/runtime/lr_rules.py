@@ -1,0 +1,71 @@
+"""Learning rates for another global batch than the one they were chosen for (fault S2: a batch that grows unannounced).
+
+AdaScale: Johnson et al., "AdaScale SGD: A User-Friendly Algorithm for Distributed Training", ICML 2020. Pollux uses the
+same gain. By default the global batch is constant (accumulation), and no rule is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from icefrog.errors import UserError
+
+LrRule: TypeAlias = Literal["none", "linear", "sqrt", "adascale"]
+
+
+def check_rule(rule: str) -> LrRule:
+    """The rule itself.
+
+    Raises:
+        UserError: unknown.
+    """
+    known: dict[str, LrRule] = {name: name for name in get_args(LrRule)}
+    if rule not in known:
+        raise UserError(f"unknown lr_rule {rule!r}", f"choose one of {', '.join(known)}")
+    return known[rule]
+
+
+def adascale_gain(batch: int, base_batch: int, variance: float, sqr_norm: float) -> float:
+    """r = (S/M0 + |G|^2) / (S/M + |G|^2): steps at M0 that one step at M is worth, between 1 and M/M0.
+
+    Args:
+        batch: M, samples.
+        base_batch: M0, samples.
+        variance: S, per-sample variance of the gradient summed over what trains; the paper's sigma^2 is S / M0.
+        sqr_norm: |G|^2 of the same, the paper's mu^2.
+    """
+    base = variance / base_batch + sqr_norm
+    return base / (variance / batch + sqr_norm) if base > 0.0 else 1.0
+
+
+def lr_factor(rule: LrRule, batch: int, base_batch: int, variance: float, sqr_norm: float) -> float:
+    """What the learning rate is multiplied by; arguments as of :func:`adascale_gain`.
+
+    ``linear``: M/M0 (Goyal et al. 2017); ``sqrt``: its square root (usual for Adam); ``adascale``: the gain, 1 while there
+    are no statistics.
+    """
+    if rule == "linear":
+        return batch / base_batch
+    if rule == "sqrt":
+        return math.sqrt(batch / base_batch)
+    if rule == "adascale":
+        return adascale_gain(batch, base_batch, variance, sqr_norm)
+    return 1.0
+
+
+def step_at(optimizer: torch.optim.Optimizer, factor: float, real_step: Callable[[], Any]) -> Any:
+    """One step with every group's learning rate multiplied; afterwards the groups are as schedulers left them."""
+    if factor == 1.0:
+        return real_step()
+    own = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = rate * factor
+        return real_step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = rate
