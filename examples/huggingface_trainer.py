@@ -1,6 +1,6 @@
 """A small vision transformer from a configuration, trained by the Hugging Face Trainer on scikit-learn's digits.
 
-Nothing is downloaded. The lines marked <- make it layer-elastic. Needs ``pip install 'icefrog[huggingface,examples]'``; under
+Nothing is downloaded. Lines marked <- make it layer-elastic. Needs ``pip install 'icefrog[huggingface,examples]'``; under
 a minute on a CPU. In several processes: ``torchrun --nproc-per-node 2 examples/huggingface_trainer.py``.
 """
 

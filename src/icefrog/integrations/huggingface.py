@@ -80,7 +80,13 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
                 handler.to_kwargs() if handler is not None else {}
             )  # the Trainer's: unused parameters, buckets
             self._wrapped = self._make(
-                trainer.args, trainer.state, prepared, trainer.optimizer, scaler, ddp_options=ddp_options
+                trainer.args,
+                trainer.state,
+                prepared,
+                trainer.optimizer,
+                scaler,
+                parallel="ddp",
+                ddp_options=ddp_options | self.options.get("ddp_options", {}),
             )
             return DdpStandIn(self._wrapped)
 
@@ -168,7 +174,7 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         return elastic
 
     def _make(
-        self, args: Any, state: Any, model: nn.Module, optimizer: Any, scaler: Any, **defaults: Any
+        self, args: Any, state: Any, model: nn.Module, optimizer: Any, scaler: Any, **spread: Any
     ) -> LayerElastic:
         return LayerElastic(
             model,
@@ -177,7 +183,7 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
             samples_per_epoch=_samples_per_epoch(args, state),
             grad_scaler=scaler,
             on_stop=self._on_stop,
-            **(defaults | self.options),
+            **(self.options | spread),
         )
 
     def _target(self, args: Any) -> Target | None:

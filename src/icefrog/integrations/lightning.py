@@ -74,7 +74,7 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
             own = strategy.model
             if hasattr(own, "_remove_autograd_hooks"):
                 own._remove_autograd_hooks()  # or two reducers would average the same gradient
-            options = {"ddp_options": strategy._ddp_kwargs} | options
+            options = {"ddp_options": strategy._ddp_kwargs} | options | {"parallel": "ddp"}
         elastic = LayerElastic(
             pl_module,
             trainer.optimizers[0],

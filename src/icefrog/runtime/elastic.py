@@ -33,7 +33,7 @@ from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.wrapping import World, refuse_wrapped
 from icefrog.spec import Target
 
 
@@ -104,6 +104,7 @@ class LayerElastic:
         env: Mapping[str, str] | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
+        refuse_wrapped(model)
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
         probe = grant.probe if grant else None

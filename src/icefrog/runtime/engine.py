@@ -18,6 +18,7 @@ from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
 from icefrog.runtime.freezing import Freezer
+from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
 from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.prefix_cache import PrefixCache
@@ -48,7 +49,7 @@ class Wishes(NamedTuple):
     regrant: bool
 
 
-class Engine:
+class Engine(HookOwner):
     """Owns everything that depends on the list of layers."""
 
     layers: list[Layer]
@@ -286,10 +287,6 @@ class Engine:
             self.psi = worth
 
     # --- forward: samples, FLOPs, order
-
-    def __deepcopy__(self, _memo: Any) -> Engine:
-        """A copied model carries the hooks; they do nothing for it."""
-        return self
 
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():

@@ -21,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
+from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.reentrant import FIX, PROBLEM, in_reentrant_checkpoint
 
 
-class Freezer:
+class Freezer(HookOwner):
     """The boundary of one model in one process.
 
     Args:
@@ -119,10 +120,6 @@ class Freezer:
         for root in self.prefix_roots():
             if any(True for _ in root.parameters()):
                 self._handles.append(root.register_forward_hook(self._detach_output))
-
-    def __deepcopy__(self, _memo: Any) -> Freezer:
-        """A copied model carries the hooks; they must go on meaning the original (and do nothing for the copy)."""
-        return self
 
     # --- while the model runs
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
+from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, template, tensors_of, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
 
@@ -50,7 +51,7 @@ def cache_folder(where: str, job_folder: Path | None) -> Path:
     return temporary / f"icefrog-prefix-{name}"
 
 
-class PrefixCache:
+class PrefixCache(HookOwner):
     """Caches the output of the frozen prefix of one model in one process.
 
     Args:
@@ -99,10 +100,6 @@ class PrefixCache:
             model.register_forward_hook(self._after, always_call=True),
         ]
         self._root_handles: list[RemovableHandle] = []
-
-    def __deepcopy__(self, _memo: Any) -> PrefixCache:
-        """A copied model carries the hooks; they do nothing for it."""
-        return self
 
     # -- the boundary ------------------------------------------------------------------------------------------------------
 

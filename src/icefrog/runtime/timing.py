@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.reentrant import in_reentrant_checkpoint
 
@@ -43,7 +44,7 @@ def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Re
     return handle
 
 
-class StepTimer:
+class StepTimer(HookOwner):
     """Owned by :class:`~icefrog.runtime.elastic.LayerElastic`, which calls :meth:`step_enter` and :meth:`step_exit`."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], device: torch.device) -> None:
@@ -61,10 +62,6 @@ class StepTimer:
         self._pending: _Marks | None = None
         self._marks = _Marks()
         self._last_exit: Any = None
-
-    def __deepcopy__(self, _memo: Any) -> StepTimer:
-        """A copied model carries the hooks; they do nothing for it."""
-        return self
 
     def close(self) -> None:
         """Remove all hooks."""

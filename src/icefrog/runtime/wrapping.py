@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 
@@ -97,6 +98,15 @@ class World:
         if self.started and dist.is_initialized():
             dist.destroy_process_group()
             self.started = False
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise UserError for a model that is wrapped already: its wrapper could not follow the boundary."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UserError(
+            f"LayerElastic takes the plain model, not {type(model).__name__}",
+            "give it model.module and use elastic.model, which is data-parallel under torchrun",
+        )
 
 
 def checksums(layers: Sequence[Layer]) -> torch.Tensor:
