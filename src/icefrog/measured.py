@@ -17,10 +17,7 @@ from icefrog.profile import (
     ComputeCurve,
     OccupancyParams,
     Parallel,
-    Pipelined,
     Profile,
-    Replicated,
-    Sharded,
     ThroughputParams,
 )
 from icefrog.runtime.protocol import Probed, ProbedCell
@@ -143,21 +140,12 @@ def require_epoch(run: Probed, samples_per_epoch: int | None) -> int:
 
 
 def _kind(runs: Sequence[Probed]) -> Parallel:
-    """One process alone is of any kind."""
-    told = {run.parallel for run in runs if run.parallel != "single"}
-    if len(told) > 1:
-        raise UserError(f"the runs were parallelised in several ways: {', '.join(sorted(told))}", "choose one of them")
-    match next(iter(told), "ddp"):
-        case "fsdp":
-            return Sharded()
-        case "pipeline":
-            micro = max(run.micro_batches for run in runs)
-            return Pipelined(micro_batches=micro)
-        case "hybrid":
-            return Pipelined(
-                num_stages=max(run.num_stages for run in runs), micro_batches=max(run.micro_batches for run in runs)
-            )
-    return Replicated()
+    """One process alone is of any kind that deals samples."""
+    several = [run for run in runs if any(cell.num_gpus > 1 for cell in run.cells)]
+    told = [run.parallel for run in several or runs]
+    if any(kind != told[0] for kind in told):
+        raise UserError("the runs were parallelised in several ways", "let the script spread its model in one way")
+    return told[0]
 
 
 def _point(cell: ProbedCell) -> StepPoint:

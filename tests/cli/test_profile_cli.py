@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 
 from icefrog.cli.main import run
+from icefrog.errors import UserError
 from icefrog.estimate.throughput import step_s
 from icefrog.executors.local import probe as local_probe
 from icefrog.executors.local.probe import ProbeFailedError
-from icefrog.profile import LayerCost, Profile
+from icefrog.measured import fit_runs
+from icefrog.profile import LayerCost, Parallel, Profile, Replicated, Sharded
 from icefrog.runtime.protocol import Probed, ProbedCell
 
 SCRIPT = Path(__file__).parent / "tiny_training.py"
 LAYERS = tuple(LayerCost(name=f"l{i}", flops=1e6, param_bytes=4e3, activation_bytes=64) for i in range(4))
 
 
-def measured(gpus: int, batch: int, depths: tuple[int, ...] = (0, 1, 2)) -> Probed:
+REPLICAS = Replicated()
+
+
+def measured(gpus: int, batch: int, depths: tuple[int, ...] = (0, 1, 2), parallel: Parallel = REPLICAS) -> Probed:
     """Forward 1 ms + 0.1 a sample, backward twice that, 4 ms of synchronisation a pair; freezing acts as modelled."""
 
     def cell(depth: int) -> ProbedCell:
@@ -32,7 +37,7 @@ def measured(gpus: int, batch: int, depths: tuple[int, ...] = (0, 1, 2)) -> Prob
         )  # fmt: skip
 
     return Probed(
-        parallel="ddp" if gpus > 1 else "single",
+        parallel=parallel if gpus > 1 else Replicated(),
         samples_per_epoch=256,
         layers=LAYERS,
         cells=tuple(cell(depth) for depth in depths),
@@ -116,6 +121,21 @@ def test_a_sidecar_of_another_kind_is_refused(machine, capsys):
     Path("tiny_training.profile.json.runs.json").write_text("[1]")
     assert run(["profile", str(SCRIPT), "--gpus", "1", "0.1"]) == 2
     assert "does not hold measured cells" in capsys.readouterr().err
+
+
+def test_one_process_is_of_the_kind_that_several_are():
+    runs = [measured(a, m, parallel=Sharded()) for a in (1, 2) for m in (8, 16)]
+    assert isinstance(fit_runs("job", runs, "cpu").profile.parallel, Sharded)
+    with pytest.raises(UserError, match="several ways"):
+        fit_runs("job", [*runs, measured(4, 8)], "cpu")
+
+
+def test_runs_of_other_models_or_without_an_epoch_are_refused():
+    one = measured(1, 8)
+    with pytest.raises(UserError, match="other layers"):
+        fit_runs("job", [one, one.model_copy(update={"layers": LAYERS[:3]})], "cpu")
+    with pytest.raises(UserError, match="samples an epoch has"):
+        fit_runs("job", [one.model_copy(update={"samples_per_epoch": None})], "cpu")
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
+from icefrog.profile import Replicated
 from icefrog.runtime import LayerElastic, Stopped
 from icefrog.runtime.layers import find_pieces, group_pieces
 from icefrog.runtime.probing import CoreClock, LayerClock
@@ -63,7 +64,7 @@ def test_every_depth_is_measured_and_nothing_else_happens(tmp_path: Path) -> Non
         tune_every_steps=4,
     )
     found = Probed.model_validate_json((tmp_path / "probe.json").read_text())
-    assert found.parallel == "single"
+    assert found.parallel == Replicated()
     assert found.samples_per_epoch == SAMPLES
     assert [cell.frozen_layers for cell in found.cells] == [0, 2, 3]
     for cell in found.cells:

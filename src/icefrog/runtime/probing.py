@@ -57,13 +57,14 @@ class Probe:
         self._occupancy: dict[PointKey, tuple[float, float | None]] = {}  # peak bytes, utilisation, of the first visit
         self._time = CoreClock()
         self._clock: LayerClock | None = None
+        self._until = 0  # step after which the layers' clock is read
 
     def stepped(self, samples_per_epoch: int | None) -> bool:
         """Collective. A step is over; True: everything is measured and written, and the run should end."""
         self._step += 1
         self._take()
         if self._clock is not None:
-            if self._clock.passes < CLOCK_STEPS:
+            if self._step < self._until:
                 return False
             self._finish(self._clock, samples_per_epoch)
             return True
@@ -83,6 +84,7 @@ class Probe:
                 self._enter(self._visits.pop())
             else:
                 self._engine.move(0)
+                self._until = self._step + CLOCK_STEPS
                 self._clock = LayerClock(self._engine.inner, self._engine.layers, self._now)
         return False
 
@@ -143,11 +145,10 @@ class Probe:
         self._time.close()
         if self._engine.world.rank != 0:
             return
-        parallel = self._engine.parallel
         self._write(
             protocol.Probed(
                 schema=1,
-                parallel=parallel.name,
+                parallel=self._engine.parallel.describe(),
                 samples_per_epoch=samples_per_epoch,
                 layers=self._layers(clock),
                 cells=tuple(self._cells()),

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from icefrog.profile import LayerCost, Profile
+from icefrog.profile import LayerCost, Parallel, Profile
 from icefrog.spec import RuleName, Target
 
 ENV_JOB_ID = "ICEFROG_JOB_ID"
@@ -89,9 +89,7 @@ class Probed(_Frozen):
     """``probe.json``: what one run measured."""
 
     schema_: Literal[1] = Field(default=1, alias="schema")
-    parallel: str = Field(description="how the model was spread")
-    num_stages: int = Field(default=1, ge=1)
-    micro_batches: int = Field(default=1, ge=1)
+    parallel: Parallel = Field(description="how the model was spread")
     samples_per_epoch: int | None
     layers: tuple[LayerCost, ...]
     cells: tuple[ProbedCell, ...]
