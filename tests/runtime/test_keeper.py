@@ -103,7 +103,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert len(heard.paths) == 1
     assert keeper.wait_s > 0.1  # and it is measured
     store.gate.set()
-    assert keeper.newest() == {"n": torch.tensor([2.0])}  # reading waits, too
+    assert keeper.newest(dict) == {"n": torch.tensor([2.0])}  # reading waits, too
 
 
 def test_a_full_disk_is_a_warning_then_the_next_save_tries_again(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_full_disk_is_a_warning_then_the_next_save_tries_again(tmp_path: Path)
     keeper.save(packed(2), SUMMARY)
     keeper.wait()
     assert len(heard.paths) == len(warned) == 1
-    assert keeper.newest() == {"n": torch.tensor([2.0])}
+    assert keeper.newest(dict) == {"n": torch.tensor([2.0])}
 
 
 def test_at_the_end_it_is_tried_once_more_and_then_an_error(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from two_ranks import Ranks
 from icefrog.runtime import sharded
 from icefrog.runtime.checkpoint import CheckpointStore, load_optimizer_state, optimizer_state
 from icefrog.runtime.hostcopy import HostCopy
-from icefrog.runtime.sharded import ShardedStore, ShardedWriteError, place_like, split
+from icefrog.runtime.sharded import ShardedStore, ShardedWriteError, split
 
 
 def join() -> Any:
@@ -94,7 +94,7 @@ def load_sharded(path: str) -> Any:
         model, _ = net()
         shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        state = sharded.load(Path(path), place_like(model.state_dict()))
+        state = sharded.load(Path(path), model.state_dict())
         assert isinstance(state["model"]["0.weight"], DTensor)
         assert isinstance(state["optimizer"]["state"]["0.weight"]["exp_avg"], DTensor)
         model.load_state_dict(state["model"])
@@ -149,7 +149,7 @@ def test_stages_of_a_pipeline_each_write_their_own_layers(ranks: Ranks, tmp_path
         kept["note"] = name  # what is no tensor comes from every rank as well
     assert plain(whole) == plain({**expected, "rng": whole["rng"]})
     mine = {name: tensor for name, tensor in model.state_dict().items() if name[0] == "3"}
-    only = sharded.load(path, place_like(mine))  # one stage reads its own
+    only = sharded.load(path, mine)  # one stage reads its own
     assert plain(only["model"]) == plain(mine)
     assert sorted(only["optimizer"]["state"]["3.weight"]) == ["exp_avg", "exp_avg_sq", "note", "step"]
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Profile
-from icefrog.runtime import checkpoint, saving
+from icefrog.runtime import saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
-from icefrog.runtime.keeper import DueSave, Keeper
+from icefrog.runtime.keeper import DueSave, Keeper, open_store
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.lr_rules import LrRule, check_rule, lr_factor, step_at
 from icefrog.runtime.parallel import Parallel, choose
@@ -145,7 +145,8 @@ class LayerElastic:
         self._engine.before_step = self._before_step
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
         folder = None if on_stop is not None or probe else folder
-        self._store = checkpoint.CheckpointStore(folder) if folder is not None else None
+        sharded = spread.sharded and self._world.size > 1
+        self._store = open_store(folder, sharded=sharded) if folder is not None else None
         self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
         self._finished = False
         self._probe = Probe(probe, self._engine, self.agent.write_probed) if probe else None
@@ -512,15 +513,16 @@ class LayerElastic:
         at = self._at
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
         summary["frozen_layers"] = self._engine.boundary
+        parts = (self._engine, self._decider, self._at, self._registered)
 
         def pack() -> dict[str, Any]:
-            state = self.state_dict()
+            state = saving.pack(*parts, held_only=True)
             return state if rng is None else {**state, "rng": rng}
 
-        self._keeper.save(pack, summary, collective=self._engine.parallel.sharded)
+        self._keeper.save(pack, summary)
 
     def _resume(self) -> bool:
-        state = self._keeper.newest()
+        state = self._keeper.newest(self._engine.parallel.held_model_state)
         if state is None:
             return False
         self.load_state_dict(state)

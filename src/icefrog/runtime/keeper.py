@@ -14,9 +14,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from icefrog.errors import UserError
 from icefrog.runtime.checkpoint import CheckpointStore, load
@@ -33,6 +35,20 @@ class DueSave:
     """Whether the job then leaves."""
     rng: dict[str, Any]
     """The generators' states at the end of the last step."""
+
+
+def open_store(folder: Path, *, sharded: bool) -> CheckpointStore:
+    """The checkpoints in a folder. Collective where they are sharded.
+
+    Args:
+        folder: of one job, the same on all ranks.
+        sharded: no rank holds the whole state.
+    """
+    if not sharded:
+        return CheckpointStore(folder)
+    from icefrog.runtime.sharded import ShardedStore  # half a second to load
+
+    return ShardedStore(folder, dist.new_group(backend="gloo"))
 
 
 @dataclass(slots=True)
@@ -70,19 +86,14 @@ class Keeper:
 
     # --- saving
 
-    def save(self, pack: Callable[[], dict[str, Any]], summary: Mapping[str, Any], *, collective: bool = False) -> None:
+    def save(self, pack: Callable[[], dict[str, Any]], summary: Mapping[str, Any]) -> None:
         """Copy the state and write it beside training. Call at a step boundary, on every rank.
 
         Args:
             pack: gives the state; called on rank 0 only, or on every rank where the store is a collective one.
             summary: a few JSON values for humans, among them ``effective_samples``.
-            collective: ``pack`` needs all ranks, and is called on each.
         """
-        if self.store is None:
-            return
-        if self._world.rank != 0 and not self.store.collective:
-            if collective:
-                pack()
+        if self.store is None or (self._world.rank != 0 and not self.store.collective):
             return
         start = time.perf_counter()
         self.join()
@@ -153,8 +164,12 @@ class Keeper:
 
     # --- restoring
 
-    def newest(self) -> dict[str, Any] | None:
-        """Collective. The newest whole checkpoint's state, on the CPU; None: there is none."""
+    def newest(self, held: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, Any] | None:
+        """Collective. The state of the newest checkpoint that is whole; None: there is none.
+
+        Args:
+            held: gives what this rank holds of a model that is spread over ranks: of a sharded checkpoint no more is read.
+        """
         self.join()
         path = None
         if self.store is not None and self._world.rank == 0:
@@ -164,4 +179,10 @@ class Keeper:
             for item in caught:
                 self._warn(str(item.message))
         path = self._world.from_rank0(path)
-        return None if path is None else load(path, torch.device("cpu"))
+        if path is None:
+            return None
+        if path.suffix != ".dcp":
+            return load(path, torch.device("cpu"))
+        from icefrog.runtime import sharded
+
+        return sharded.load(path, held() if self.store is not None and self.store.collective else None)

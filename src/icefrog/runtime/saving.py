@@ -25,16 +25,24 @@ class Stateful(Protocol):
         ...
 
 
-def pack(engine: Engine, decider: Decider, counters: Counters, registered: Mapping[str, Stateful]) -> dict[str, Any]:
+def pack(
+    engine: Engine,
+    decider: Decider,
+    counters: Counters,
+    registered: Mapping[str, Stateful],
+    *,
+    held_only: bool = False,
+) -> dict[str, Any]:
     """Everything needed to go on at any world size and boundary: tensors and plain values.
 
-    Collective where the parallelism is ``sharded``.
+    Collective where the parallelism is ``sharded``, but not with ``held_only``: what this rank holds of a sharded state.
     """
+    spread = engine.parallel
     names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
         **pack_own(engine, decider, counters),
-        "model": engine.parallel.model_state(),
-        "optimizer": engine.parallel.optimizer_state(engine.optimizer),
+        "model": spread.held_model_state() if held_only else spread.model_state(),
+        "optimizer": (spread.held_optimizer_state if held_only else spread.optimizer_state)(engine.optimizer),
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "rng": checkpoint.rng_state(),
         "statistics": engine.statistics.state_dict(names),

@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from icefrog.runtime.checkpoint import KEEP, CheckpointStore, digest_of, sync, sync_folder
-
-Place: TypeAlias = Callable[[str, torch.Size, torch.dtype], torch.Tensor | None]
-"""(name in the model, global shape, type) -> the tensor to read into, a DTensor for this rank's shard only; None: skip."""
 
 _SHARDED: dict[str, tuple[tuple[str, ...], int]] = {
     "model": (("model",), 1),
@@ -159,25 +156,31 @@ class ShardedStore(CheckpointStore):
         return [part for part, _ in found]
 
 
-def load(path: Path, place: Place | None = None) -> dict[str, Any]:
+def load(path: Path, held: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
     """The state of a verified sharded checkpoint. Not collective: each rank reads what it needs.
 
     Args:
         path: of the folder. Its index is a pickle: read only what you wrote.
-        place: where each tensor goes; None: whole, on the CPU.
+        held: what this rank holds of the model, by name and as it is sharded: that is read, and what the optimizer keeps for
+            it. None: everything, whole, on the CPU.
     """
     rests = sorted(path.glob("rest_*.pt"))
     state: dict[str, Any] = torch.load(rests[0], map_location="cpu", weights_only=True)
     for other in rests[1:]:
         _merge(state, torch.load(other, map_location="cpu", weights_only=True))
     reader = FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
-    for key, stored in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)
-        shape, dtype = stored.size, stored.properties.dtype
-        where = torch.empty(shape, dtype=dtype) if place is None else place(_split_key(key)[1][0], shape, dtype)
-        if where is not None:
-            tensors[key] = where
+    for key, item in stored.items():
+        assert isinstance(item, TensorStorageMetadata)
+        name = _split_key(key)[1][0]
+        like = None if held is None else held.get(name)
+        if held is not None and like is None and _key("model", (name,)) in stored:
+            continue  # of a layer that another rank holds
+        if like is not None and like.shape == item.size:
+            tensors[key] = torch.empty_like(like.detach(), dtype=item.properties.dtype)
+        else:
+            tensors[key] = torch.empty(item.size, dtype=item.properties.dtype)
     if tensors:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it notes that each rank reads for itself
@@ -199,22 +202,6 @@ def _key(kind: str, names: tuple[str, ...]) -> str:
 def _split_key(key: str) -> tuple[str, tuple[str, ...]]:
     kind, rest = key.split("/", 1)
     return kind, tuple(reversed(rest.split("/", _SHARDED[kind][1] - 1)))
-
-
-def place_like(held: Mapping[str, torch.Tensor]) -> Place:
-    """For :func:`load`: what this rank holds, sharded as it is held.
-
-    Args:
-        held: the model's ``state_dict()`` on this rank.
-    """
-
-    def place(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        if name not in held:
-            return None
-        like = held[name].detach()
-        return torch.empty_like(like, dtype=dtype) if like.shape == shape else torch.empty(shape, dtype=dtype)
-
-    return place
 
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

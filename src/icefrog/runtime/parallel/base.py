@@ -180,14 +180,24 @@ class Parallel:
         """
         check_in_step(self.model, layers, self.world)
 
-    # --- states, by plain parameter names, whole, on the CPU if they had to be gathered
+    # --- states, by plain parameter names. What one rank holds, for sharded checkpoints; on this rank alone
+
+    def held_model_state(self) -> dict[str, Any]:
+        """Slices as DTensors, or this rank's layers; the whole model where nothing is :attr:`sharded`."""
+        return self.model.state_dict()
+
+    def held_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The same of the optimizer, keyed by parameter name; groups name all parameters."""
+        return checkpoint.optimizer_state(self.model, optimizer)
+
+    # --- whole states, on the CPU if they had to be gathered
 
     def model_state(self) -> dict[str, Any]:
         """Of the whole model, as the unwrapped model's ``state_dict``. Collective where :attr:`sharded`."""
         return self.model.state_dict()
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`model_state`, whatever kind of parallelism made it; every rank gives the whole state."""
+        """Inverse of :meth:`model_state`, whatever kind of parallelism made it, and of :meth:`held_model_state`."""
         self.model.load_state_dict(state)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -195,5 +205,5 @@ class Parallel:
         return checkpoint.optimizer_state(self.model, optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`optimizer_state`, whatever kind of parallelism made it; every rank gives the whole state."""
+        """Inverse of :meth:`optimizer_state`, whatever kind made it, and of :meth:`held_optimizer_state`."""
         checkpoint.load_optimizer_state(self.model, optimizer, state)

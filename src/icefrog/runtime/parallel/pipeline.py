@@ -307,10 +307,14 @@ class Pipeline(Parallel):
         dist.all_gather_object(parts, _on_cpu(mine), group=self.pipe)
         return {name: value for part in parts for name, value in part.items()}
 
+    def held_model_state(self) -> dict[str, Any]:
+        """This stage's layers."""
+        return {name: value for name, value in self.model.state_dict().items() if name in self._held}
+
     def model_state(self) -> dict[str, Any]:
         """Collective. In the model's order."""
         state = self.model.state_dict()
-        merged = self._merge({name: value for name, value in state.items() if name in self._held})
+        merged = self._merge(self.held_model_state())
         return {name: merged[name] for name in state if name in merged}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
