@@ -14,7 +14,7 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Profile
-from icefrog.runtime import saving
+from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider

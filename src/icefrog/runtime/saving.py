@@ -45,7 +45,7 @@ def pack(
         "optimizer": (spread.held_optimizer_state if held_only else spread.optimizer_state)(engine.optimizer),
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "rng": checkpoint.rng_state(),
-        "statistics": engine.statistics.state_dict(names),
+        "statistics": engine.statistics.state_dict(names, held_only=held_only),
         "rule_tensors": decider.tensors(),
     }
 

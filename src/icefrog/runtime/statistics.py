@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.estimate.penalty import replica_estimate, successive_estimate
 from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
-from icefrog.runtime.shards import local_part
+from icefrog.runtime.shards import as_slice, local_part
 from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.wrapping import World
 
@@ -178,27 +178,33 @@ class Statistics:
         self._missing = False
         self._plan()
 
-    def state_dict(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """What the coming step needs of the steps before it; ``names``: id of a parameter -> its name.
+    def state_dict(self, names: Mapping[int, str], *, held_only: bool = False) -> dict[str, Any]:
+        """What the coming step needs of the steps before it.
 
-        On one rank that is the last gradient (one more copy of it in the checkpoint), and only if the coming step is
-        measured: with it, a resumed run is the uninterrupted one to the bit.
+        With successive steps that is the last gradient (one more copy of it in the checkpoint), and only if the coming step
+        is measured: with it, a resumed run is the uninterrupted one to the bit.
+
+        Args:
+            names: id of a parameter -> its name.
+            held_only: for a sharded checkpoint; else a gradient that is spread over ranks is left out.
         """
-        needed = self.world.size == 1 and self.source == "steps" and self.due
-        last = {names[key]: grad for key, grad in self._last.items() if key in names} if needed else {}
-        origin = {"last_samples": self._last_samples, "last_scale": self._last_scale}
-        return {"step": self._step, **origin, "last": last}
+        needed = self.source == "steps" and self.due and (held_only or self.world.size == 1)
+        kept = [param for param in self.params if needed and id(param) in self._last and id(param) in names]
+        last = {names[id(param)]: as_slice(self._last[id(param)], param) for param in kept}
+        return {"step": self._step, "last_samples": self._last_samples, "last_scale": self._last_scale, "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of :meth:`state_dict`; ``params``: the parameters by name. The gradient is of use on one rank only."""
+        """Inverse of :meth:`state_dict`; ``params``: the parameters by name."""
         self.reset()
         self._step = state["step"]
         self._plan()
-        if self.world.size == 1 and self.source == "steps":
-            self._last_samples, self._last_scale = state["last_samples"], state["last_scale"]
-            self._last = {
-                id(params[name]): grad.to(params[name].device, copy=True) for name, grad in state["last"].items()
-            }
+        if self.source != "steps":
+            return
+        self._last_samples, self._last_scale = state["last_samples"], state["last_scale"]
+        for name, grad in state["last"].items():
+            param = params[name]
+            if hasattr(param, "device_mesh") == hasattr(grad, "device_mesh"):  # else whole one time, sliced the other
+                self._last[id(param)] = local_part(grad).to(param.device, copy=True)
 
     def skip(self) -> None:
         """The step in progress cannot be measured: part of it was not seen, or is not finite."""

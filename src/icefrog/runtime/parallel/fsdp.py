@@ -267,7 +267,9 @@ def _whole(value: Any) -> Any:
 
 
 def _sliced(value: Any, like: Any) -> Any:
-    """This rank's slice of a whole tensor, as ``like`` is sliced."""
-    if not isinstance(value, torch.Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
+    """This rank's slice of a whole tensor, as ``like`` is sliced. From a sharded checkpoint it is sliced already."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(like, DTensor):
+        return value
+    if value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
