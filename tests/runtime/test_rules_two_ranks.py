@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from two_ranks import Ranks
 
-from icefrog.runtime import LayerElastic
+from icefrog.runtime import LayerElastic, Pipeline
 from icefrog.runtime.rules import AutoFreeze, Egeria, Fixed, FreezeOut, FreezingRule, Linear, Proposal, Situation
 
 
@@ -64,3 +64,35 @@ def test_both_ranks_freeze_the_same_layers_and_stay_equal(ranks: Ranks, name: st
 def test_the_loss_is_the_mean_over_the_ranks(ranks: Ranks) -> None:
     for _, reasons, _ in ranks.run(train, "loss"):
         assert reasons == ["0.5"] * 10
+
+
+def anneal(spread: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Six of ten epochs under a schedule whose first layer ends at nine tenths: rates fall, and nothing freezes yet."""
+    model = models.mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    parallel = Pipeline(nn.functional.cross_entropy, micro_batches=2) if spread == "pipeline" else "auto"
+    elastic = LayerElastic(model, optimizer, rule=FreezeOut(0.9), global_batch=16, parallel=parallel)
+    sampler = elastic.sampler(64)
+    x, y = models.data()
+    reasons = []
+    for epoch in elastic.epochs(10):
+        for rows in sampler:
+            elastic.train_step(x[rows], y[rows], nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        reasons.append(elastic.end_epoch(metric=0.1).reason)
+        if epoch == 5:
+            break
+    found = {name: value.tolist() for name, value in elastic.state_dict()["model"].items()}
+    elastic.close()
+    return found, reasons
+
+
+@pytest.mark.parametrize("spread", ["ddp", "pipeline"])
+def test_rates_by_layer_are_the_same_however_the_model_is_spread(ranks: Ranks, spread: str) -> None:
+    alone, reasons = anneal("alone")
+    assert len(set(reasons)) == 6
+    for params, told in ranks.run(anneal, spread):
+        assert told == reasons
+        for name, value in params.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(alone[name]), rtol=1e-4, atol=1e-5)

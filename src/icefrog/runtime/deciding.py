@@ -13,14 +13,14 @@ from icefrog.errors import UserError
 from icefrog.estimate.tuner import max_frozen_layers
 from icefrog.profile import LayerCost, Profile
 from icefrog.runtime.agent import Agent
+from icefrog.runtime.decision import Decision
 from icefrog.runtime.engine import Engine
+from icefrog.runtime.goal import Goal
 from icefrog.runtime.layer_rates import scaled_step
 from icefrog.runtime.protocol import Grant
-from icefrog.runtime.reporting import Counters, Interval
+from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.rules import FreezeOut, NoFreezing
 from icefrog.runtime.rules.base import Bounds, CacheState, FreezingRule, Gradients, Hands, Proposal, Situation
-from icefrog.runtime.wrapping import World
-from icefrog.spec import Target
 from icefrog.types import Config
 
 __all__ = ["Decider", "bounds_of"]
@@ -60,8 +60,8 @@ class Decider:
         rule: the user's.
         engine: what is measured and moved.
         agent: the scheduler's grant.
-        world: this process among its peers.
-        target: validation metric that ends training.
+        reporter: told of each decision.
+        goal: the validation metric that ends training, and P0.
         max_fraction: largest share of layers frozen.
     """
 
@@ -70,9 +70,9 @@ class Decider:
         rule: FreezingRule,
         engine: Engine,
         agent: Agent,
-        world: World,
+        reporter: Reporter,
+        goal: Goal,
         *,
-        target: Target | None,
         max_fraction: float,
     ) -> None:
         self.rule = rule
@@ -80,8 +80,9 @@ class Decider:
         """The rule in force: the grant may put another in the place of the user's."""
         self.engine = engine
         self.agent = agent
-        self.world = world
-        self.target = target
+        self.world = engine.world
+        self.reporter = reporter
+        self.goal = goal
         self.max_fraction = max_fraction
         self.metrics: list[float] = []
         self.best_metric: float | None = None
@@ -99,16 +100,25 @@ class Decider:
 
     # --- what it is told
 
-    def see_metric(self, metric: float | None) -> None:
-        """Take in a validation metric (None or NaN: nothing new)."""
-        if metric is None or math.isnan(metric):
-            return
-        self.metrics.append(metric)
-        sign = -1.0 if self.target is not None and self.target.mode == "min" else 1.0
-        if self.best_metric is None or sign * metric > sign * self.best_metric:
-            self.best_metric, self.stalled = metric, 0
+    def see_metric(self, metric: float | None) -> float | None:
+        """Collective. Take in a validation metric: the mean of those ranks that give one; None or NaN: nothing new.
+
+        Returns:
+            The mean.
+        """
+        mine = torch.tensor([math.nan if metric is None else float(metric)], dtype=torch.float64)
+        given = [value for value in self.world.gather(mine).flatten().tolist() if not math.isnan(value)]
+        if not given:
+            return None
+        # Equal ones: exactly that.
+        mean = given[0] if min(given) == max(given) else math.fsum(given) / len(given)
+        self.metrics.append(mean)
+        sign = -1.0 if self.goal.target is not None and self.goal.target.mode == "min" else 1.0
+        if self.best_metric is None or sign * mean > sign * self.best_metric:
+            self.best_metric, self.stalled = mean, 0
         else:
             self.stalled += 1
+        return mean
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
         """Take in the training loss of a step; it is not looked at (no synchronisation) before the next decision."""
@@ -146,13 +156,8 @@ class Decider:
 
     # --- decisions
 
-    def enter_bounds(self, at: Counters, total: float | None) -> None:
-        """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes.
-
-        Args:
-            at: the job's place in its training.
-            total: P0, samples; None: unknown.
-        """
+    def enter_bounds(self, at: Counters) -> None:
+        """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes."""
         grant, engine = self.agent.grant, self.engine
         depth, shared = engine.boundary, False
         if grant is not None:
@@ -160,32 +165,28 @@ class Decider:
         found = depth, shared, self._place_of(self._ruling())
         depth, engine.shared, place = self.world.from_rank0(found)
         self.active = self._rules()[place]
-        self.move(depth, at, total)
+        self.move(depth, at)
 
-    def start(self, at: Counters, total: float | None) -> None:
+    def start(self, at: Counters) -> None:
         """Collective. Before the first step of this process: the bounds, and on a fresh run the rule's first word."""
-        self.enter_bounds(at, total)
+        self.enter_bounds(at)
         if at.step == 0:
-            self.move(self._ask(self._situation(at, total, None, None)).frozen_layers, at, total)
+            self.move(self._ask(self._situation(at, None, None)).frozen_layers, at)
         if self._watches:
             self.active.expect(self._hands(at.step))
 
-    def decide(self, at: Counters, total: float | None, profile: Profile | None) -> tuple[Proposal, Interval]:
-        """Collective. Ask the rule and move the boundary.
+    def decide(self, at: Counters, profile: Callable[[], Profile | None]) -> Decision:
+        """Collective. Ask the rule, move the boundary, and report.
 
         Args:
             at: the job's place in its training; ``effective_samples`` become rank 0's.
-            total: P0, samples; None: unknown.
             profile: as measured so far; rank 0's counts.
-
-        Returns:
-            (what is in force from now on, what was measured up to now).
         """
-        if self.world.rank == 0:
+        engine, rank0 = self.engine, self.world.rank == 0
+        if rank0:
             self.agent.refresh_grant()
-        self.enter_bounds(at, total)
-        engine = self.engine
-        now = self._situation(at, total, profile, self._mean_loss())
+        self.enter_bounds(at)
+        now = self._situation(at, profile() if rank0 else None, self._mean_loss())
         proposal = self._ask(now)
         at.effective_samples = self.world.from_rank0(at.effective_samples)
         interval = Interval(
@@ -194,9 +195,29 @@ class Decider:
             engine.psi,
             *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared),
         )
-        self.move(proposal.frozen_layers, at, total)
-        self._set_pace(at, total)
-        return proposal, interval
+        self.move(proposal.frozen_layers, at)
+        self._set_pace(at)
+        at.outcome = self.goal.outcome(at)
+        if self.reporter.listened_to:
+            self.reporter.progress(
+                at,
+                interval,
+                total=self.goal.total(at),
+                frozen_layers=engine.freezer.frozen_layers,
+                psi=engine.psi,
+                stats=engine.tracker.stats(),
+                reason=proposal.reason,
+                profile=profile(),
+            )
+        return Decision(
+            frozen_layers=proposal.frozen_layers,
+            psi=engine.psi,
+            effective_progress=proposal.effective_progress or 0.0,
+            reason=proposal.reason,
+            effective_samples=at.effective_samples,
+            metric=at.metric,
+            done=at.outcome is not None,
+        )
 
     def _ask(self, now: Situation) -> Proposal:
         """Collective. What the rule says on rank 0; a rule that anneals goes on in the same state on every rank."""
@@ -209,14 +230,15 @@ class Decider:
             rule.load_state_dict(state)
         return proposal
 
-    def move(self, frozen_layers: int, at: Counters, total: float | None) -> None:
+    def move(self, frozen_layers: int, at: Counters) -> None:
         """Collective. Put a boundary in force, and remember when."""
         if self.engine.move(frozen_layers):
             self.last_move_step = at.step
-            self._set_pace(at, total)
+            self._set_pace(at)
 
-    def _set_pace(self, at: Counters, total: float | None) -> None:
+    def _set_pace(self, at: Counters) -> None:
         """Collective."""
+        total = self.goal.total(at)
         mine = Pace(at.effective_samples / total, at.samples, self.engine.psi / total) if total else None
         self._pace = self.world.from_rank0(mine)
 
@@ -241,7 +263,7 @@ class Decider:
             return Bounds(0, 0)
         return bounds_of(len(self.engine.layers), self.max_fraction, self.agent.grant)
 
-    def _situation(self, at: Counters, total: float | None, profile: Profile | None, loss: float | None) -> Situation:
+    def _situation(self, at: Counters, profile: Profile | None, loss: float | None) -> Situation:
         engine, grant = self.engine, self.agent.grant
         stats = engine.tracker.stats()
         step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
@@ -251,7 +273,7 @@ class Decider:
             samples=at.samples,
             epoch=at.epoch,
             effective_samples=at.effective_samples,
-            share_done=at.effective_samples / total if total else 0.0,
+            share_done=self.goal.share_done(at),
             steps_since_move=at.step - self.last_move_step,
             config=Config(
                 num_gpus=self.world.size,
@@ -271,7 +293,7 @@ class Decider:
             measured_throughput=engine.nominal_batch / step_s if step_s > 0 else 0.0,
             gradients=Gradients(stats.variance, stats.sqr_norm, engine.tracker.fresh) if stats else None,
             profile=profile,
-            target=self.target,
+            target=self.goal.target,
             metrics=tuple(self.metrics),
             best_metric=self.best_metric,
             stalled=self.stalled,
@@ -279,6 +301,11 @@ class Decider:
             learning_rates=tuple(float(group["lr"]) for group in engine.optimizer.param_groups),
             cache=CacheState(cache.hits, cache.misses, cache.off_reason) if cache is not None else None,
         )
+
+    def close(self) -> None:
+        """Training is over."""
+        for rule in self._rules():
+            rule.close()
 
     # --- checkpoints
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +19,13 @@ from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision, Stopped
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
+from icefrog.runtime.goal import Goal
 from icefrog.runtime.keeper import DueSave, Keeper, open_store
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.lr_rules import LrRule, check_rule, lr_factor, step_at
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
-from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Reporter
 from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
@@ -129,13 +128,13 @@ class LayerElastic:
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
+        self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         self._decider = Decider(
-            self.rule, self._engine, self.agent, self._world, target=self.target, max_fraction=max_fraction
+            self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
         )
         self._at = Counters(samples_per_epoch=samples_per_epoch)
         self.lr_rule = check_rule(lr_rule)
         self._base_batch = base_batch
-        self._max_epochs: int | None = grant.max_epochs if grant else None
         self._registered: dict[str, Stateful] = {}
         if self._scaler is not None:
             self._scaler.attach(self._gate)
@@ -265,7 +264,9 @@ class LayerElastic:
                 "train_step knows nothing of the GradScaler",
                 "write scaler.scale(loss).backward(), or use bfloat16 autocast",
             )
-        return self._engine.train_step(x, y, loss_fn)
+        loss = self._engine.train_step(x, y, loss_fn)
+        self.note_loss(loss)
+        return loss
 
     def freeze(self, frozen_layers: int) -> None:
         """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
@@ -273,11 +274,14 @@ class LayerElastic:
         Raises:
             UserError: not in 0..L-1; freezing every layer leaves nothing to train.
         """
-        self._decider.move(int(self._world.from_rank0(frozen_layers)), self._at, self._total())
+        self._decider.move(int(self._world.from_rank0(frozen_layers)), self._at)
         self._warn_of([])
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
-        """Optional, once a step: tell the freezing rule the training loss. It is read at the next decision, not now."""
+        """Optional, once a step (:meth:`train_step` does it): tell the freezing rule the training loss.
+
+        It is read at the next decision, not now.
+        """
         self._decider.note_loss(loss)
 
     def _note_samples(self) -> None:
@@ -299,7 +303,7 @@ class LayerElastic:
         """
         self.begin(max_epochs)
         try:
-            while self._outcome() is None:
+            while self.outcome is None:
                 epoch = self._at.epoch
                 if self._engine.sampler is not None:
                     self._engine.sampler.seek(epoch, self._at.cursor)
@@ -323,11 +327,16 @@ class LayerElastic:
         """
         if max_epochs < 1:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
-        self._max_epochs = max_epochs
+        self._goal.max_epochs = max_epochs
         resumed = self._resume() or self._at.step > 0
-        self._decider.start(self._at, self._total())
+        self._decider.start(self._at)
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+
+    def _decide(self) -> Decision:
+        decision = self._decider.decide(self._at, self.profile)
+        self._warn_of([])
+        return decision
 
     def decide(self, metric: float | None = None) -> Decision:
         """Collective. Decide the boundary in mid-epoch, where validation is more frequent than epochs.
@@ -335,8 +344,7 @@ class LayerElastic:
         Args:
             metric: as in :meth:`end_epoch`.
         """
-        self._at.metric = self._mean(metric)
-        self._decider.see_metric(self._at.metric)
+        self._at.metric = self._decider.see_metric(metric)
         decision = self._decide()
         self._engine.timer.reset()
         return decision
@@ -357,10 +365,9 @@ class LayerElastic:
         at = self._at
         self._due = None  # what follows saves, and leaves where that was asked for
         self._note_samples()
-        at.metric = self._mean(metric)
+        at.metric = self._decider.see_metric(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
-        self._decider.see_metric(at.metric)
         decision = self._decide()
         self._save()
         if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
@@ -395,7 +402,7 @@ class LayerElastic:
             self._warn(message)
         self._warn_of([])
         if agreed.regrant:
-            self._decider.enter_bounds(at, self._total())
+            self._decider.enter_bounds(at)
             self._warn_of([])
         if self.stepped and self.tune_every_steps and at.step % self.tune_every_steps == 0:
             self._decide()
@@ -430,59 +437,6 @@ class LayerElastic:
         variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
         factor = lr_factor(self.lr_rule, engine.global_batch, at.base_batch, float(variance), float(signal))
         return step_at(self.optimizer, factor, real_step)
-
-    # --- decisions
-
-    def _decide(self) -> Decision:
-        """Collective. Rank 0 decides, all apply."""
-        at, total = self._at, self._total()
-        proposal, interval = self._decider.decide(at, total, self.profile() if self._world.rank == 0 else None)
-        self._warn_of([])
-        at.outcome = self._outcome()
-        if self._reporter.listened_to:
-            self._reporter.progress(
-                at,
-                interval,
-                total=total,
-                frozen_layers=self.frozen_layers,
-                psi=self.psi,
-                stats=self._engine.tracker.stats(),
-                reason=proposal.reason,
-                profile=self.profile(),
-            )
-        return Decision(
-            frozen_layers=proposal.frozen_layers,
-            psi=self.psi,
-            effective_progress=proposal.effective_progress or 0.0,
-            reason=proposal.reason,
-            effective_samples=at.effective_samples,
-            metric=at.metric,
-            done=at.outcome is not None,
-        )
-
-    def _total(self) -> float | None:
-        """P0, samples."""
-        at = self._at
-        if at.samples_per_epoch is None or self._max_epochs is None:
-            return None
-        return float(self._max_epochs * at.samples_per_epoch)
-
-    def _outcome(self) -> Outcome | None:
-        if self._probe is not None:
-            return None
-        at, total = self._at, self._total()
-        if self.target is not None and at.metric is not None and self.target.reached(at.metric):
-            return "completed"
-        if total is not None and at.effective_samples >= total * (1 - 1e-9):
-            return "completed" if self.target is None else "target_missed"
-        return None
-
-    def _mean(self, metric: float | None) -> float | None:
-        mine = torch.tensor([float("nan") if metric is None else float(metric)], dtype=torch.float64)
-        given = [value for value in self._world.gather(mine).flatten().tolist() if not math.isnan(value)]
-        if not given:
-            return None
-        return given[0] if min(given) == max(given) else math.fsum(given) / len(given)  # equal ones: exactly that
 
     # --- checkpoints
 
@@ -553,7 +507,7 @@ class LayerElastic:
         raise Stopped
 
     def _finish(self) -> None:
-        outcome = self._outcome()
+        outcome = self.outcome
         if outcome is None or self._finished:
             return
         self._finished = True
@@ -568,9 +522,7 @@ class LayerElastic:
         if self._stopping:
             self._reporter.stopped(self._at)
         else:
-            self._reporter.finished(
-                self._at, self._outcome() or ("completed" if self.target is None else "target_missed")
-            )
+            self._reporter.finished(self._at, self.outcome or ("completed" if self.target is None else "target_missed"))
 
     def saved(self, path: Path) -> None:
         """Report a checkpoint that other code wrote."""
@@ -579,7 +531,7 @@ class LayerElastic:
     @property
     def outcome(self) -> str | None:
         """``completed``, ``target_missed``, or None while training goes on."""
-        return self._outcome()
+        return self._goal.outcome(self._at)
 
     def close(self) -> None:
         """Wait for the last checkpoint, give model and optimizer back as they were, leave a process group started here.
@@ -590,6 +542,7 @@ class LayerElastic:
         try:
             self._keeper.wait()
         finally:
+            self._decider.close()
             self._engine.close()
             if self._scaler is not None:
                 self._scaler.close()

@@ -198,6 +198,9 @@ class FreezingRule(ABC):
         """Between a step's backward pass and the optimizer. Rank 0 only; called only where overridden."""
         raise NotImplementedError
 
+    def close(self) -> None:  # noqa: B027 - optional
+        """Training is over: take hooks off the model."""
+
     def lr_factors(self, share_done: float, num_layers: int) -> Sequence[float]:
         """What to multiply each layer's update by at this step, >= 0. On all ranks, each step; only where overridden.
 

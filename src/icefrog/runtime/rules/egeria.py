@@ -111,6 +111,10 @@ class Egeria(FreezingRule):
         for track in self._tracks:
             track.restart()
 
+    def close(self) -> None:
+        """Remove the hooks of a step that does not come."""
+        self._close_look()
+
     # --- the rule itself
 
     def take(self, frozen_layers: int, num_layers: int, plasticity: list[float]) -> None:

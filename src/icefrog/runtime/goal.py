@@ -1,0 +1,42 @@
+"""When a job is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from icefrog.runtime.protocol import Outcome
+from icefrog.runtime.reporting import Counters
+from icefrog.spec import Target
+
+
+@dataclass
+class Goal:
+    """A target for the validation metric, P0, or both."""
+
+    target: Target | None
+    max_epochs: int | None
+    """None: not known yet."""
+    endless: bool = False
+    """The script is only measured: whoever measures ends it."""
+
+    def total(self, at: Counters) -> float | None:
+        """P0 = largest number of epochs x samples per epoch, in effective samples; None while one of them is unknown."""
+        if at.samples_per_epoch is None or self.max_epochs is None:
+            return None
+        return float(self.max_epochs * at.samples_per_epoch)
+
+    def share_done(self, at: Counters) -> float:
+        """Effective samples / P0; 0 while P0 is unknown."""
+        total = self.total(at)
+        return at.effective_samples / total if total else 0.0
+
+    def outcome(self, at: Counters) -> Outcome | None:
+        """``completed``, ``target_missed``, or None: not done."""
+        if self.endless:
+            return None
+        total = self.total(at)
+        if self.target is not None and at.metric is not None and self.target.reached(at.metric):
+            return "completed"
+        if total is not None and at.effective_samples >= total * (1 - 1e-9):
+            return "completed" if self.target is None else "target_missed"
+        return None
