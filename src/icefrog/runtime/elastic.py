@@ -26,6 +26,7 @@ from icefrog.runtime.lr_rules import LrRule, check_rule, lr_factor, step_at
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
+from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Reporter
 from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
@@ -529,7 +530,7 @@ class LayerElastic:
         self._reporter.checkpointed(path, self._at.effective_samples, wait_s=0.0)
 
     @property
-    def outcome(self) -> str | None:
+    def outcome(self) -> Outcome | None:
         """``completed``, ``target_missed``, or None while training goes on."""
         return self._goal.outcome(self._at)
 
