@@ -59,6 +59,7 @@ class JobSubmitted(Record):
 
     kind: Literal["job_submitted"] = "job_submitted"
     job: JobSpec
+    profile: Profile | None = Field(default=None, description="what its user measured beforehand (JobSpec.profile)")
 
     @property
     def job_id(self) -> str:

@@ -24,6 +24,7 @@ from icefrog.home import Home, Settings
 from icefrog.livequery import JobRow, explain, follow_log, job_rows, log_paths
 from icefrog.policies import make_policy
 from icefrog.spec import JobSpec
+from icefrog.specfile import load_profile
 from icefrog.state import ClusterState, Phase
 
 __all__ = [
@@ -292,14 +293,16 @@ def submit_all(home: Home, specs: Sequence[JobSpec], *, cwd: Path | None = None)
         The jobs as submitted: with their folder, absolute.
 
     Raises:
-        UserError: see :func:`submittable`.
+        UserError: see :func:`submittable`; or a job's profile cannot be read.
     """
     submittable(home, specs)
     folder = (cwd if cwd is not None else Path.cwd()).absolute()
     placed = [spec.model_copy(update={"cwd": str(folder / (spec.cwd or ""))}) for spec in specs]
+    profiles = [None if spec.profile is None else load_profile(Path(spec.cwd or "") / spec.profile) for spec in placed]
     with home.open_log(create=True) as log:
         now_s = RealClock().now_s()
-        log.post([ev.JobSubmitted(time_s=now_s, job=spec) for spec in placed])
+        jobs = zip(placed, profiles, strict=True)
+        log.post([ev.JobSubmitted(time_s=now_s, job=spec, profile=profile) for spec, profile in jobs])
     return placed
 
 

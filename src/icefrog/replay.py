@@ -100,10 +100,19 @@ class Workload:
     """For ``summary.json``: the source, the rows dropped by reason, the mix of models."""
 
 
-def prepare(choice: TraceChoice, cluster: ClusterSpec, limit: FreezeLimit | None = None) -> Workload:
-    """Read the trace and match its jobs to the catalogue. Raises :class:`icefrog.errors.UserError`."""
+def prepare(
+    choice: TraceChoice,
+    cluster: ClusterSpec,
+    limit: FreezeLimit | None = None,
+    profiles: Mapping[str, Profile] | None = None,
+) -> Workload:
+    """Read the trace and match its jobs to the catalogue, in which ``profiles`` take the place of a workload's own cost.
+
+    Raises:
+        UserError: the trace cannot be read, or there is no such workload.
+    """
     trace = choice.read()
-    catalogue = load_catalogue()
+    catalogue = load_catalogue().with_profiles(profiles or {})
     check_gpu_types(cluster.parts, catalogue)
     per_node = max(cluster.gpus_per_node)
     largest = max(part.num_gpus for part in cluster.parts.values())  # no job spans GPU types

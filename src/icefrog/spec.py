@@ -131,6 +131,9 @@ class JobSpec(_Frozen):
     )
     share: bool = Field(default=False, description="may share one GPU with one other job")
     checkpoint: Text | None = Field(default=None, description="checkpoint folder; default: the job's own folder")
+    profile: Text | None = Field(
+        default=None, description="a file of `icefrog profile`: what the job costs, until it has measured it itself"
+    )
     env: dict[Text, Text] = Field(default_factory=dict)
     cwd: Text | None = Field(
         default=None, description="folder the command runs in; default: where the job is submitted"

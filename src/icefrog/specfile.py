@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from icefrog.errors import UserError
 from icefrog.gpu_types import ANY_GPU, GPU_TYPES
+from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec, NodeSpec, RuleName
 
 M = TypeVar("M", bound=BaseModel)
@@ -59,6 +60,20 @@ def _node_group(match: re.Match[str], text: str) -> NodeSpec:
     if gpu_type != ANY_GPU and gpu_type not in GPU_TYPES:
         raise UserError(f"--cluster: unknown GPU type {gpu_type!r}", f"known types: {', '.join(GPU_TYPES)}")
     return NodeSpec(gpus=gpus, count=count, gpu_type=gpu_type)
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a file of ``icefrog profile``. Raises :class:`UserError`."""
+    try:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}", "give the path of a profile; `icefrog profile` writes one"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UserError(f"{path} is not a profile: {where}: {first['msg']}", "`icefrog profile` writes one") from error
 
 
 # -- YAML with lines ------------------------------------------------------------------------------------------------------
@@ -259,6 +274,7 @@ _FORMS = {
     "weight": "a number above 0",
     "share": "true or false",
     "checkpoint": "the path of a folder",
+    "profile": "the path of a file that `icefrog profile` wrote",
     "env": 'a mapping of names to texts, e.g. {OMP_NUM_THREADS: "1"} (numbers in quotes); '
     "not RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, CUDA_VISIBLE_DEVICES, nor ICEFROG_*",
     "labels": "a mapping of names to texts",

@@ -86,7 +86,7 @@ class ClusterState:
         spec = record.job
         if spec.job_id in self.jobs:
             raise IllegalTransitionError(f"job {spec.job_id} was submitted twice")
-        profile = self.profiles.get(spec.job_id)
+        profile = record.profile or self.profiles.get(spec.job_id)
         job = JobState(
             spec=without_duration(spec),
             oracle_duration_s=spec.duration_s,

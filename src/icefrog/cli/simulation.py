@@ -42,6 +42,7 @@ from icefrog.errors import UserError
 )
 @click.option("--format", "trace_format", metavar="F", help="Trace format; default: recognised from the header.")
 @click.option("--data", type=click.Path(path_type=Path), envvar="ICEFROG_DATA", help="Measured profiles a world needs.")
+@click.option("--profile", "measured", multiple=True, metavar="WORKLOAD=FILE", help="Of `icefrog profile`; repeatable.")
 @click.option("--set", "settings", multiple=True, metavar="POLICY.KEY=VALUE", help="An option of a policy; repeatable.")
 @click.option("--round", "round_s", type=ROUND_S, help="Round, s.  [default: 300; Pollux world: 60]")
 @click.option("--restart", "restart_s", type=RESTART_S, help="Cost, s.  [default: 60; Pollux world: 30]")
@@ -61,6 +62,7 @@ def simulate(
     world: str,
     trace_format: str | None,
     data: Path | None,
+    measured: tuple[str, ...],
     settings: tuple[str, ...],
     round_s: float | None,
     restart_s: float | None,
@@ -83,6 +85,8 @@ def simulate(
     choice = TraceChoice(source, trace_format, load, parse_time(start), hours, num_jobs, seed)
     scenario: Scenario
     if world == "pollux":
+        if measured:
+            raise UserError("--profile: the Pollux world has its own measurements", "leave out --world pollux")
         from icefrog.executors.sim.pollux import scenario as pollux
 
         nodes = parse_cluster(cluster or pollux.CLUSTER)
@@ -96,7 +100,7 @@ def simulate(
         if cluster is None:
             raise UserError("--cluster is missing", "for example --cluster 12x4: 12 nodes of 4 GPUs")
         nodes = parse_cluster(cluster)
-        workload = prepare(choice, nodes)
+        workload = prepare(choice, nodes, profiles=parse_profiles(measured))
         facts = dict(workload.trace)
         outages = parse_outages(node_mtbf_h, node_repair_h, capacity, nodes, facts["start"])
         config = SimSettings(
@@ -233,6 +237,19 @@ def parse_time(text: str | None) -> datetime | None:
         return datetime.fromisoformat(text)
     except ValueError as error:
         raise UserError(f"--start: {text!r} is not an ISO time", "for example 2017-10-03T03:00") from error
+
+
+def parse_profiles(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Profiles by workload, of ``WORKLOAD=FILE`` each."""
+    from icefrog.specfile import load_profile
+
+    found = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--profile: {text!r} is not WORKLOAD=FILE", "for example resnet18-cifar10=measured.json")
+        found[name] = load_profile(Path(path))
+    return found
 
 
 def writable_folder(path: Path | None) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from types import MappingProxyType
@@ -121,8 +121,9 @@ class Workload:
 class Catalogue(Mapping[str, Workload]):
     """Workloads by name, in the order of ``tasks.yaml``; each is put together when first asked for."""
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
+    def __init__(self, files: Mapping[str, Any], profiles: Mapping[str, Profile] | None = None) -> None:
         self._files = files
+        self._profiles = profiles or {}
         self._built: dict[str, Workload] = {}
         self._typed: dict[str, Profile] = {}
 
@@ -135,7 +136,8 @@ class Catalogue(Mapping[str, Workload]):
         if name not in self._built:
             if name not in self.tasks:
                 raise KeyError(name)
-            self._built[name] = _build(name, self.tasks[name], self._files)
+            built = _build(name, self.tasks[name], self._files)
+            self._built[name] = replace(built, profile=self._profiles.get(name, built.profile))
         return self._built[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -160,11 +162,28 @@ class Catalogue(Mapping[str, Workload]):
         Raises:
             UserError: no such workload.
         """
+        if name in self._profiles:
+            return self[name].profile
         if name not in self._typed:
             workload = self.require(name)
             costs = _costs_by_type(workload, self._files)
             self._typed[name] = workload.profile.model_copy(update={"by_gpu_type": costs})
         return self._typed[name]
+
+    def with_profiles(self, profiles: Mapping[str, Profile]) -> Catalogue:
+        """The same tasks, some of them with another cost: measured by ``icefrog profile``, say.
+
+        Raises:
+            UserError: no such workload, or one with another number of layers: its gradient statistics are by layer.
+        """
+        for name, profile in profiles.items():
+            known = self.require(name).profile.num_layers
+            if profile.num_layers != known:
+                raise UserError(
+                    f"the profile {profile.name} has {profile.num_layers} layers, the workload {name} has {known}",
+                    "measure the same architecture, with layers=[...] as `icefrog workloads` counts them",
+                )
+        return Catalogue(self._files, {**self._profiles, **profiles})
 
     def of_class(self, kind: GpuTimeClass) -> tuple[tuple[str, float], ...]:
         """(name, weight) of the tasks of one class."""
