@@ -25,7 +25,7 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
     """Freezes and un-freezes layers of the Trainer's model: ``Trainer(..., callbacks=[LayerElasticCallback()])``.
 
     The Trainer stays in charge: its schedule, logging, evaluation, clipping, accumulation and checkpoints are as before. The
-    boundary is decided after each evaluation (where there is none, after each epoch), and is part of the checkpoints.
+    boundary is decided after each evaluation and at the end of each epoch, and is part of the checkpoints.
 
     Args:
         metric: name of the evaluation metric, with or without ``eval_``; default: the grant's, else

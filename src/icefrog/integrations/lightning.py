@@ -25,7 +25,7 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
     """Freezes and un-freezes layers of a LightningModule: ``Trainer(callbacks=[LayerElasticCallback("val_acc")])``.
 
     The Trainer stays in charge: its schedule, logging, validation, clipping, accumulation and checkpoints are as before. The
-    boundary is decided after each validation (where there is none, after each epoch), and is part of the checkpoints.
+    boundary is decided after each validation and at the end of each epoch, and is part of the checkpoints.
 
     Args:
         metric: a logged metric, as ``ModelCheckpoint(monitor=...)`` takes it; None: only the rule's own signals count.
