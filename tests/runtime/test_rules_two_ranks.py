@@ -70,7 +70,8 @@ def anneal(spread: str) -> tuple[dict[str, list[float]], list[str]]:
     """Six of ten epochs under a schedule whose first layer ends at nine tenths: rates fall, and nothing freezes yet."""
     model = models.mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    parallel = Pipeline(nn.functional.cross_entropy, micro_batches=2) if spread == "pipeline" else "auto"
+    pipeline = Pipeline(nn.functional.cross_entropy, micro_batches=2)
+    parallel = {"pipeline": pipeline, "fsdp": "fsdp"}.get(spread, "auto")
     elastic = LayerElastic(model, optimizer, rule=FreezeOut(0.9), global_batch=16, parallel=parallel)
     sampler = elastic.sampler(64)
     x, y = models.data()
@@ -88,7 +89,7 @@ def anneal(spread: str) -> tuple[dict[str, list[float]], list[str]]:
     return found, reasons
 
 
-@pytest.mark.parametrize("spread", ["ddp", "pipeline"])
+@pytest.mark.parametrize("spread", ["ddp", "fsdp", "pipeline"])
 def test_rates_by_layer_are_the_same_however_the_model_is_spread(ranks: Ranks, spread: str) -> None:
     alone, reasons = anneal("alone")
     assert len(set(reasons)) == 6
