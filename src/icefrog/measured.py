@@ -17,6 +17,7 @@ from icefrog.profile import (
     ComputeCurve,
     OccupancyParams,
     Parallel,
+    Pipelined,
     Profile,
     ThroughputParams,
 )
@@ -140,9 +141,13 @@ def require_epoch(run: Probed, samples_per_epoch: int | None) -> int:
 
 
 def _kind(runs: Sequence[Probed]) -> Parallel:
-    """One process alone is of any kind that deals samples."""
+    """One process alone is of any kind that deals samples. Of pipelines, the split into the most stages is kept."""
     several = [run for run in runs if any(cell.num_gpus > 1 for cell in run.cells)]
     told = [run.parallel for run in several or runs]
+    stages = [kind for kind in told if isinstance(kind, Pipelined)]
+    if len(stages) == len(told) and all(kind.num_stages == stages[0].num_stages for kind in stages):
+        widest = max(stages, key=lambda kind: len(kind.stage_layers or ()))
+        return widest.model_copy(update={"micro_batches": max(kind.micro_batches for kind in stages)})
     if any(kind != told[0] for kind in told):
         raise UserError("the runs were parallelised in several ways", "let the script spread its model in one way")
     return told[0]

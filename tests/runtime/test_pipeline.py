@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from wire import Wire
 
 from icefrog.errors import UserError
 from icefrog.estimate.throughput import throughput
+from icefrog.profile import Pipelined
 from icefrog.runtime import Guards, LayerElastic, Pipeline, Stopped, protocol
 
 SAMPLES, BATCH = 61, 16  # the last global batch, 13 samples, passes the stages in one piece
@@ -339,6 +341,39 @@ def test_the_tuner_decides_for_all_from_what_all_stages_measured(ranks: Ranks, k
     assert parallel.micro_batches == 4
     assert speed == sorted(speed)
     assert speed[-1] > speed[0]
+
+
+def probed(folder: str) -> Any:
+    """A run that is asked to measure itself."""
+    grant = {"num_gpus": 2, "batch_per_gpu": 8, "global_batch": 16, "probe": {"steps": 4, "depths": [0, 2, 3]}}
+    attempt_dir = Path(folder) / "probe"
+    attempt_dir.mkdir(exist_ok=True)
+    env = {**os.environ, protocol.ENV_ATTEMPT_DIR: str(attempt_dir), protocol.ENV_GRANT: json.dumps(grant)}
+    model = models.mlp(depth=5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    elastic = LayerElastic(model, optimizer, parallel=parallelism("pipeline"), env=env)
+    loader = DataLoader(TensorDataset(*models.data(64)), batch_sampler=elastic.sampler(64))
+    try:
+        for _ in elastic.epochs(NEVER):
+            for x, y in loader:
+                elastic.train_step(x, y)
+                optimizer.step()
+                optimizer.zero_grad()
+            elastic.end_epoch()
+    except Stopped:
+        elastic.close()
+    return protocol.Probed.model_validate_json((attempt_dir / "probe.json").read_text()) if elastic.rank == 0 else None
+
+
+def test_a_pipeline_is_measured_over_all_stages(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(probed, str(tmp_path))[0]
+    assert found.parallel == Pipelined(micro_batches=4, stage_layers=(2, 3))
+    assert [cell.frozen_layers for cell in found.cells] == [0, 2, 3]
+    assert {(cell.num_gpus, cell.batch_per_gpu) for cell in found.cells} == {(2, 8)}
+    assert all(cell.num_steps >= 4 and cell.fwd_s > 0 and cell.bwd_s > 0 for cell in found.cells)
+    assert [layer.activation_bytes for layer in found.layers] == [24.0] * 4 + [12.0]
+    assert all(layer.fwd_s > 0 and layer.bwd_s > 0 for layer in found.layers)
+    assert [layer.flops for layer in found.layers] == [3 * 2 * 36] * 4 + [3 * 2 * 18]
 
 
 def evaluated() -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from icefrog.errors import UserError
-from icefrog.profile import FloatArray, LayerCost
+from icefrog.profile import FloatArray, LayerCost, Pipelined
 from icefrog.runtime import protocol
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.layers import Layer
@@ -28,6 +28,8 @@ from icefrog.runtime.timing import StepTimes
 
 CLOCK_STEPS = 5
 ROUNDS = 4
+LATE_STEPS = 1
+"""On CUDA, and in a pipeline, a step's times come with the next one."""
 WARMUP_STEPS = 3
 """Steps before anything counts: the layers' order is settled, caches are warm."""
 
@@ -76,7 +78,7 @@ class Probe:
                 self._engine.cache = None
             self._visits = self._depths() * ROUNDS
             self._enter(self._visits.pop())
-        elif self._step - self._since >= SKIPPED_STEPS + -(-self._request.steps // ROUNDS):
+        elif self._step - self._since >= SKIPPED_STEPS + LATE_STEPS + -(-self._request.steps // ROUNDS):
             key = self._engine.point()
             _, util = self._engine.profiler.sample_occupancy(key)
             self._occupancy.setdefault(key, (peak_bytes(self._engine.device), util))
@@ -85,7 +87,7 @@ class Probe:
             else:
                 self._engine.move(0)
                 self._until = self._step + CLOCK_STEPS
-                self._clock = LayerClock(self._engine.inner, self._engine.layers, self._now)
+                self._clock = LayerClock(self._engine.parallel.forward_module, self._engine.layers, self._now)
         return False
 
     def _take(self) -> None:
@@ -143,20 +145,25 @@ class Probe:
     def _finish(self, clock: LayerClock, samples_per_epoch: int | None) -> None:
         clock.close()
         self._time.close()
+        kind = self._engine.parallel.describe()
+        layers = self._layers(clock, kind.micro_batches if isinstance(kind, Pipelined) else 1)
         if self._engine.world.rank != 0:
             return
         self._write(
             protocol.Probed(
                 schema=1,
-                parallel=self._engine.parallel.describe(),
+                parallel=kind,
                 samples_per_epoch=samples_per_epoch,
-                layers=self._layers(clock),
+                layers=layers,
                 cells=tuple(self._cells()),
             )
         )
 
-    def _layers(self, clock: LayerClock) -> tuple[LayerCost, ...]:
+    def _layers(self, clock: LayerClock, micro_batches: int) -> tuple[LayerCost, ...]:
+        """Collective. Forward times and outputs are of one pass, a micro-batch's in a pipeline."""
         profiler, samples = self._engine.profiler, max(self._engine.batch_per_gpu, 1)
+        own = torch.tensor([clock.seconds, clock.output_bytes], dtype=torch.float64)
+        seconds, output_bytes = (self._engine.parallel.merge_layers(own) * micro_batches / samples).tolist()
         bwd = np.zeros(len(self._engine.layers))
         if full := self._times.get(self._engine.point()):
             ready = np.nan_to_num(faster_half(full)[4:])
@@ -168,8 +175,8 @@ class Probe:
                 name=name,
                 flops=flops if total > 0 else size,
                 param_bytes=max(size, 1.0),
-                activation_bytes=clock.output_bytes[i] / samples,
-                fwd_s=clock.seconds[i] / samples,
+                activation_bytes=output_bytes[i],
+                fwd_s=seconds[i],
                 bwd_s=float(bwd[i]),
             )
             for i, ((name, size), flops) in enumerate(zip(profiler.layers, profiler.flops, strict=True))

@@ -128,6 +128,15 @@ class Parallel:
         """For the job's profile."""
         return Replicated()
 
+    @property
+    def forward_module(self) -> nn.Module:
+        """The module whose forward this rank runs in training."""
+        return self.model
+
+    def merge_layers(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. What ranks know of the layers that they hold, shape (..., L), together."""
+        return values
+
     def pack_times(self, times: StepTimes | None) -> torch.Tensor:
         """What this rank adds to the sum from which :meth:`unpack_times` makes a step's times, float64; of one length.
 

@@ -199,8 +199,8 @@ class Pipeline(Parallel):
         if self._flops is None:
             own = torch.zeros(len(self.freezer.layers), dtype=torch.float64)
             for layer, flops in self.runner.flops.items():
-                own[layer] = flops / self.num_replicas
-            self._flops = self.world.sum(own).tolist()
+                own[layer] = flops
+            self._flops = self.merge_layers(own).tolist()
         return loss
 
     def layer_flops(self) -> Sequence[float] | None:
@@ -211,6 +211,18 @@ class Pipeline(Parallel):
         """With the micro-batches that full batches are cut into."""
         layers = tuple(span.end_layer - span.first_layer for span in self.spans)
         return Pipelined(num_stages=self.wanted_stages, micro_batches=self._nominal[1], stage_layers=layers)
+
+    @property
+    def forward_module(self) -> nn.Module:
+        """The stage."""
+        return self.runner.module
+
+    def merge_layers(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective. The replicas' mean. An activation may run here that belongs to the next stage's first layer."""
+        own = torch.zeros_like(values)
+        mine = slice(self.span.first_layer, self.span.end_layer)
+        own[..., mine] = values[..., mine]
+        return self.world.sum(own) / self.num_replicas
 
     def pack_times(self, times: StepTimes | None) -> torch.Tensor:
         """Step, ranks that have times; by stage forward, backward, synchronisation, s; by layer when gradients are ready.
