@@ -212,8 +212,12 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
         {**{key: value for key, value in old.items() if key != "params"}, "params": group["params"]}
         for old, group in zip(saved["groups"], packed["param_groups"], strict=True)
     ]
+    # Copies: PyTorch takes the tensors themselves, the optimizer would change them, and a state may be loaded twice.
     state = {
-        index: saved["state"][names[id(param)]]
+        index: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in saved["state"][names[id(param)]].items()
+        }
         for index, param in _indexed(packed, optimizer)
         if names[id(param)] in saved["state"]
     }

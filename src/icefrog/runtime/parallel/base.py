@@ -206,8 +206,13 @@ class Parallel:
         return self.model.state_dict()
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`model_state`, whatever kind of parallelism made it, and of :meth:`held_model_state`."""
+        """Collective. Inverse of :meth:`model_state` of any kind of parallelism, and of :meth:`held_model_state`.
+
+        Buffers are rank 0's on all ranks: each may have given the state it saved itself, with normalisation statistics of
+        its own, which would make a frozen layer another function on each rank.
+        """
         self.model.load_state_dict(state)
+        self.world.share_buffers(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole, keyed by parameter name: :func:`checkpoint.optimizer_state`. Collective where :attr:`sharded`."""

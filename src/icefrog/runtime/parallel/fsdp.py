@@ -187,9 +187,9 @@ class FullyShardedDataParallel(Parallel):
         return {name: _whole(value) for name, value in self.model.state_dict().items()}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """Each rank takes its slices; nothing is sent."""
+        """Collective. Each rank takes its slices; only buffers are sent."""
         like = self.model.state_dict()
-        self.model.load_state_dict({name: _sliced(value, like.get(name)) for name, value in state.items()})
+        super().load_model_state({name: _sliced(value, like.get(name)) for name, value in state.items()})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Whole, on the CPU of every rank."""
