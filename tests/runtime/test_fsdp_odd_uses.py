@@ -108,7 +108,7 @@ def odd_run(parallel: str, seed: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", [2, 7])
+@pytest.mark.parametrize("seed", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_random_orders_end_like_ddp(ranks: Ranks, seed: int) -> None:
     """Also loads states that were loaded and trained on before."""
     ddp = ranks.run(odd_run, "ddp", seed)
