@@ -1,0 +1,133 @@
+"""What LayerElastic costs a training step: the plain loop against it, statistics each n-th step, interleaved in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--rounds 20] [--json]
+
+CPU time of one thread, so that a busy machine does not decide. In every round each variant trains a few steps, between two
+turns of the plain loop, whose mean its time is divided by; printed is the median over the rounds, with its quartiles. Goal:
+at most 3 % with the default settings. `timing` is everything but statistics: hooks, step times, agreement on samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from icefrog.runtime import LayerElastic
+
+STEPS = 10  # a turn of one variant; a multiple of each n but "never"
+NEVER = 10**9
+VARIANTS = {"timing": NEVER, "every 10th": 10, "every 5th": 5, "every step": 1}
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small residual network, batch 32 of 12 x 12."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+            self.norm = nn.BatchNorm2d(width)
+            self.second = nn.Conv2d(width, width, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x + self.second(torch.relu(self.norm(self.first(x)))))
+
+    blocks = [Block(24) for _ in range(6)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10))
+    return (
+        nn.Sequential(nn.Conv2d(1, 24, 3, padding=1), *blocks, head),
+        torch.randn(32, 1, 12, 12),
+        torch.randint(0, 10, (32,)),
+    )
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Four encoder layers of width 128, batch 16 of 24 tokens."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(2000, 128)
+            layers = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(4)]
+            self.layers = nn.ModuleList(layers)
+            self.head = nn.Linear(128, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x.mean(dim=1))
+
+    return Classifier(), torch.randint(0, 2000, (16, 24)), torch.randint(0, 2, (16,))
+
+
+def loop(
+    build: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]], stats_every: int | None
+) -> Callable[[], float]:
+    """A training loop; each call makes STEPS steps and returns their CPU seconds. None: plain PyTorch."""
+    torch.manual_seed(0)
+    model, x, y = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if stats_every is not None:
+        elastic = LayerElastic(model, optimizer, rule="none", samples_per_epoch=10**9, stats_every=stats_every, env={})
+        model = elastic.model
+        next(elastic.epochs(1))
+
+    def steps() -> float:
+        began = time.thread_time()
+        for _ in range(STEPS):
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.thread_time() - began
+
+    return steps
+
+
+def measure(
+    build: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Ratio to the plain loop by variant."""
+    plain = loop(build, None)
+    loops = {name: loop(build, every) for name, every in VARIANTS.items()}
+    for run in (plain, *loops.values()):
+        run()
+    ratios: dict[str, list[float]] = {name: [] for name in loops}
+    seconds = [plain()]
+    for _ in range(rounds):
+        for name, run in loops.items():
+            own = run()
+            seconds.append(plain())
+            ratios[name].append(2.0 * own / (seconds[-2] + seconds[-1]))
+    found = {}
+    for name, values in ratios.items():
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+        found[name] = {"q1": low, "median": middle, "q3": high}
+    return {"plain": {"step_ms": 1e3 * float(np.median(seconds)) / STEPS}, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: measure(build, args.rounds) for name, build in (("cnn", cnn), ("transformer", transformer))}
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    for model, rows in found.items():
+        print(f"{model}: plain step {rows['plain']['step_ms']:.1f} ms of CPU time")
+        for name in VARIANTS:
+            low, middle, high = (100 * (rows[name][key] - 1) for key in ("q1", "median", "q3"))
+            print(f"  {name:<11} {middle:+5.1f} %   (quartiles {low:+.1f}, {high:+.1f})")
+
+
+if __name__ == "__main__":
+    main()
