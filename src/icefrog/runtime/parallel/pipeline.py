@@ -165,11 +165,14 @@ class Pipeline(Parallel):
         self.runner.timer = self.timer
         frozen = self.freezer.frozen_layers
         self.runner.set_frozen_stages(sum(not span.trains(frozen) for span in self.spans))
+        self._share_buffers()
+        self.verify()
+
+    def _share_buffers(self) -> None:
         if self.num_replicas > 1:
             for buffer in self.runner.module.buffers():
                 if buffer.numel():
                     dist.broadcast(buffer.data, group=self.replicas, group_src=0)
-        self.verify()
 
     @property
     def module(self) -> nn.Module:
@@ -330,7 +333,7 @@ class Pipeline(Parallel):
         return {name: merged[name] for name in state if name in merged}
 
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        """What this rank holds."""
+        """Collective. What this rank holds; replicas take the first one's buffers, as each may have saved its own."""
         mine = {name: value for name, value in state.items() if name in self._held}
         result = self.model.load_state_dict(mine, strict=False)
         missing = [name for name in result.missing_keys if name in self._held]
@@ -341,6 +344,7 @@ class Pipeline(Parallel):
                 f"({', '.join([*missing, *unknown][:5])})",
                 "load the state of the model that LayerElastic was given",
             )
+        self._share_buffers()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Groups as they are, and the state of all stages' parameters."""
