@@ -68,12 +68,12 @@ def job(variant: str, folder: Path | None, steps: int, each_step: Callable[[Laye
     elastic.begin(10**6)
     x, y = models.data(256, dim=32)
     while (step := elastic._at.step) < steps:
-        if step % 7 == 0:
-            elastic.freeze(step // 7 % 4)
         at = step * 16 % len(x) + elastic.rank * batch
         nn.functional.cross_entropy(elastic.model(x[at : at + batch]), y[at : at + batch]).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if (step + 1) % 7 == 0:  # a checkpoint is made when the next step begins: the move is in it
+            elastic.freeze((step + 1) // 7 % 4)
         if variant == "sync" and folder is not None:
             elastic._store.save(elastic.state_dict(), {})  # type: ignore[union-attr]
         each_step(elastic)

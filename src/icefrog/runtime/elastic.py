@@ -520,6 +520,7 @@ class LayerElastic:
         if self._finished:
             return
         self._finished = True
+        self._keeper.wait()
         if self._stopping:
             self._reporter.stopped(self._at)
         else:
