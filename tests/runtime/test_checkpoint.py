@@ -139,15 +139,30 @@ def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path: Path) -> Non
     second.with_suffix(".json").unlink()  # killed between the two renames
     (tmp_path / "00000003.pt.tmp").write_bytes(b"half")
     assert store.newest_valid() == first
-    third = store.save({"n": torch.tensor(3)}, {"epoch": 3})
-    assert load(third, torch.device("cpu"))["n"] == 3
-    assert json.loads(third.with_suffix(".json").read_text())["epoch"] == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "00000001.json",
-        "00000001.pt",
-        "00000003.json",
-        "00000003.pt",
-    ]
+    again = store.save({"n": torch.tensor(3)}, {"epoch": 3})
+    assert load(again, torch.device("cpu"))["n"] == 3
+    assert json.loads(again.with_suffix(".json").read_text())["epoch"] == 3
+    left = ["00000001.json", "00000001.pt", "00000002.json", "00000002.pt"]  # the number was free, the halves are gone
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+
+
+class KilledAfterSaving(CheckpointStore):
+    """Is gone before it has forgotten old checkpoints."""
+
+    calls = 0
+
+    def forget_old(self) -> None:
+        self.calls += 1
+        if self.calls > 1:
+            raise KeyboardInterrupt
+        super().forget_old()
+
+
+def test_runs_that_are_killed_between_saving_and_forgetting_do_not_pile_up(tmp_path: Path) -> None:
+    for number in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            KilledAfterSaving(tmp_path).save({"n": torch.tensor(number)}, {})
+    assert [path.name for path in CheckpointStore(tmp_path).paths()] == ["00000005.pt", "00000004.pt", "00000003.pt"]
 
 
 def test_only_two_are_kept(tmp_path: Path) -> None:

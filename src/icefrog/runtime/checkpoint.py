@@ -70,9 +70,10 @@ class CheckpointStore:
         return path
 
     def next_path(self, suffix: str) -> Path:
-        """Where the next checkpoint goes; the folder exists then."""
+        """Where the next checkpoint goes; the folder exists then, and what killed runs left in it is gone."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        number = max((_number(path) for path in self._own() if path.suffix in (".pt", ".dcp")), default=0) + 1
+        self.forget_old()
+        number = max((_number(path) for path in self.paths()), default=0) + 1
         return self.folder / f"{number:08d}{suffix}"
 
     def paths(self) -> list[Path]:
@@ -101,13 +102,13 @@ class CheckpointStore:
         return None
 
     def forget_old(self) -> None:
-        """Remove what is neither among the newest ``keep`` nor newer than those."""
+        """Remove halves, and all but the newest ``keep``; damaged ones once there is a newer one that is not."""
         whole = [_number(path) for path in self.paths()]
         kept = [number for number in whole if number not in self._damaged][: self.keep]
         for path in self._own():
             number = _number(path)
-            half = path.suffix == ".tmp"
-            if number <= max(kept) and (half or number not in kept):
+            old = number < max(kept, default=0) and number not in kept
+            if old or number not in whole or path.suffix == ".tmp":
                 _remove(path)
 
 
@@ -147,7 +148,9 @@ def _problem(path: Path) -> str | None:
 def _remove(path: Path) -> None:
     """A checkpoint, or a half of one. A folder loses its name first, so that it never looks whole with files missing."""
     if path.suffix == ".dcp":
-        path = path.rename(path.with_suffix(".dcp.tmp"))
+        gone = path.with_suffix(".dcp.tmp")
+        shutil.rmtree(gone, ignore_errors=True)
+        path = path.rename(gone)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -84,10 +84,7 @@ class ShardedStore(CheckpointStore):
 
     def _start(self) -> Path:
         path = self.next_path(".dcp")
-        half = path.with_suffix(".dcp.tmp")
-        if half.exists():
-            shutil.rmtree(half)
-        half.mkdir()
+        path.with_suffix(".dcp.tmp").mkdir()
         return path
 
     def _write_rest(self, half: Path, state: dict[str, Any]) -> dict[str, tuple[str, int]]:
