@@ -118,15 +118,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: measure(build, args.rounds) for name, build in (("cnn", cnn), ("transformer", transformer))}
-    if args.json:
-        print(json.dumps(found, indent=2))
-        return
-    for model, rows in found.items():
+    found = {}
+    for model, build in (("cnn", cnn), ("transformer", transformer)):
+        rows = found[model] = measure(build, args.rounds)
+        if args.json:
+            continue
         print(f"{model}: plain step {rows['plain']['step_ms']:.1f} ms of CPU time")
         for name in VARIANTS:
             low, middle, high = (100 * (rows[name][key] - 1) for key in ("q1", "median", "q3"))
-            print(f"  {name:<11} {middle:+5.1f} %   (quartiles {low:+.1f}, {high:+.1f})")
+            print(f"  {name:<11} {middle:+5.1f} %   (quartiles {low:+.1f}, {high:+.1f})", flush=True)
+    if args.json:
+        print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
