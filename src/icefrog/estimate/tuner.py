@@ -6,10 +6,12 @@ Everything but psi and EFF is fixed for a profile, so T, memory and utilisation 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +171,21 @@ class TunerTable:
             return None
         return index, row, config.frozen_layers
 
+    def corrected(self, config: Config, measured_s: Mapping[int, float]) -> TunerTable:
+        """A copy that agrees with seconds of a step, by depth, measured with ``config``'s batch and GPUs.
+
+        Other batches on as many GPUs are off by the same factor.
+        """
+        table = copy.copy(self)
+        table.step_s, table.throughput = self.step_s.copy(), self.throughput.copy()
+        for depth, seconds in measured_s.items():
+            cell = self.find(replace(config, frozen_layers=depth))
+            if cell is not None:
+                factor = seconds / float(self.step_s[cell])
+                table.step_s[cell[0], :, depth] *= factor
+                table.throughput[cell[0], :, depth] /= factor
+        return table
+
     def choice(
         self,
         cell: tuple[int, int, int],
@@ -300,6 +317,7 @@ def tune(
     gpu_mem_bytes: float = math.inf,
     current: Config | None = None,
     hysteresis: float = 0.0,
+    measured_s: Mapping[int, float] = MappingProxyType({}),
 ) -> TunerChoice:
     """(m*, l*) for the GPUs a job was given (Eq. 15); what a job runs at every re-allocation and epoch start.
 
@@ -318,6 +336,7 @@ def tune(
         gpu_mem_bytes: configurations that are predicted to need more are not legal.
         current: kept among equals, and unless the gain exceeds ``hysteresis``.
         hysteresis: least relative gain in E of a switch.
+        measured_s: seconds of a step by depth, where they were measured with ``current``: they count, not the profile.
 
     Raises:
         UserError: no global batch can be split over the GPUs within the profile's local batches and the
@@ -327,6 +346,8 @@ def tune(
     first = initial_batch if initial_batch is not None else min(global_batches)
     rule = TunerRule(((num_gpus, num_nodes),), tuple(global_batches), first, max_frozen_layers, gpu_mem_bytes)
     table = TunerTable.of(profile, rule)
+    if current is not None and measured_s:
+        table = table.corrected(current, measured_s)
     psi = penalties(profile, variance)
     if np.isfinite(psi[min_frozen_layers : max_frozen_layers + 1]).any():
         psi = np.where(np.arange(len(psi)) < min_frozen_layers, np.nan, psi)

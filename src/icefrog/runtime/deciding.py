@@ -300,6 +300,8 @@ class Decider:
             train_loss=loss,
             learning_rates=tuple(float(group["lr"]) for group in engine.optimizer.param_groups),
             cache=CacheState(cache.hits, cache.misses, cache.off_reason) if cache is not None else None,
+            steps_s=engine.profiler.steps_by_depth(engine.point()),
+            saving=engine.profiler.saving(engine.point()),
         )
 
     def close(self) -> None:
@@ -347,6 +349,8 @@ class Decider:
 def _within(proposal: Proposal, now: Situation) -> Proposal:
     """Staying is always possible (a boundary set by hand may lie outside the fraction); a move must be within the bounds."""
     depth = proposal.frozen_layers
+    if now.saving is not None and now.saving.absent:
+        proposal = replace(proposal, reason=f"{proposal.reason}; {now.frozen_layers} frozen: {now.saving}")
     if depth != now.frozen_layers and now.bounds.clamp(depth) != depth:
         proposal = now.at(depth, proposal.reason)
     if proposal.effective_progress is not None:

@@ -120,6 +120,7 @@ class Engine(HookOwner):
             [(layer.name, float(layer.param_bytes)) for layer in layers],
             self.device.type,
             self.parallel.describe,
+            lambda: self.cache is not None,
         )
         self._attach()
 

@@ -2,12 +2,12 @@
 
 Points are kept by (GPUs, nodes, batch per GPU, micro-steps, depth) as medians over recent steps; they travel in the
 checkpoint, and so accumulate over resizes. Backward is known for *every* depth from the times at which the gradients of each
-layer become ready in a full step: freezing l layers ends backward when layer l + 1 is ready.
+layer become ready in a full step: freezing l layers ends backward when layer l + 1 is ready. A depth that was tried counts
+with what its whole step took (:mod:`icefrog.runtime.savings`).
 """
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import sys
@@ -32,6 +32,7 @@ from icefrog.profile import (
     SyncCurve,
     ThroughputParams,
 )
+from icefrog.runtime.savings import Saving, fit_depth, saving, tried_depths
 from icefrog.runtime.timing import StepTimes
 
 PRIOR_FIXED_SHARE = 0.1
@@ -39,6 +40,8 @@ PRIOR_FIXED_SHARE = 0.1
 PRIOR_BYTES_PER_S = {"cpu": 1e9, "cuda": 2e10}
 """All-reduce speed until more than one GPU has been measured."""
 RECENT_STEPS = 64
+ENOUGH_STEPS = 5
+"""Steps at a depth from which on its time is believed."""
 SKIPPED_STEPS = 2  # allocator and autotuner warm-up after each start or move of the boundary
 
 
@@ -55,12 +58,24 @@ class PointKey(NamedTuple):
 class _Recent:
     """Recent steps at one key; rows: rest (step - bwd - sync), bwd, sync, ready by layer."""
 
-    def __init__(self, rows: Sequence[Sequence[float]] = (), steps_s: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sequence[float]] = (),
+        steps_s: Sequence[float] = (),
+        fwds_s: Sequence[float] = (),
+    ) -> None:
         self.rows: deque[list[float]] = deque((list(row) for row in rows), maxlen=RECENT_STEPS)
         self.steps_s: deque[float] = deque(steps_s, maxlen=RECENT_STEPS)
+        self.fwds_s: deque[float] = deque(fwds_s, maxlen=RECENT_STEPS)
 
     def median(self) -> FloatArray:
         return np.median(np.asarray(self.rows, dtype=np.float64), axis=0)
+
+    def slower_than(self, full: _Recent) -> float:
+        """By how much the machine is slower than it was for ``full``, at least 1: freezing never makes forward longer."""
+        if not self.fwds_s or not full.fwds_s:
+            return 1.0
+        return max(float(np.median(self.fwds_s) / max(np.median(full.fwds_s), 1e-12)), 1.0)
 
 
 class Profiler:
@@ -71,6 +86,7 @@ class Profiler:
         layers: (name, parameter bytes) of each layer.
         device_type: ``cpu`` or ``cuda``.
         describe: how the model is spread, as the profile says it; asked whenever that matters.
+        fills_cache: whether frozen steps also fill a prefix cache, which takes time before their backward pass.
     """
 
     def __init__(
@@ -79,11 +95,13 @@ class Profiler:
         layers: Sequence[tuple[str, float]],
         device_type: str,
         describe: Callable[[], Parallel] = Replicated,
+        fills_cache: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
         self.layers = list(layers)
         self.device_type = device_type
         self._describe = describe
+        self._fills_cache = fills_cache
         self.flops: list[float] = [0.0] * len(layers)  # training FLOPs of one sample; 0 until counted
         self._points: dict[PointKey, _Recent] = {}
         self._occupancy: dict[PointKey, tuple[float, float]] = {}
@@ -106,6 +124,7 @@ class Profiler:
             rest = times.fwd_s
         recent.rows.append([max(rest, 1e-9), times.bwd_s, times.sync_s, *times.ready_s])
         recent.steps_s.append(times.step_s)
+        recent.fwds_s.append(times.fwd_s)
         self.last = times
 
     def sample_occupancy(self, key: PointKey, *, alone: bool = True) -> tuple[float, float | None]:
@@ -137,7 +156,7 @@ class Profiler:
 
     def profile(self, samples_per_epoch: int, max_local_batch: int) -> Profile | None:
         """The calibrated profile; None before the first typical step."""
-        points = {key: recent.median() for key, recent in self._points.items() if recent.rows}
+        points = self._medians()
         if not points:
             return None
         layers = self._layer_costs()
@@ -159,6 +178,37 @@ class Profiler:
                 "provenance": f"measured online over {len(points)} configurations; {notes}",
             }
         )
+
+    def _medians(self) -> dict[PointKey, FloatArray]:
+        """Rows by key; those of frozen steps as the machine was when full steps were measured."""
+        rows = {key: recent.median() for key, recent in self._points.items() if recent.rows}
+        if isinstance(self._describe(), Pipelined):
+            return rows
+        for key, full, row in tried_depths(rows):
+            if self._fills_cache():
+                row[0] = full[0]
+            else:
+                row /= self._points[key].slower_than(self._points[key._replace(frozen_layers=0)])
+        return rows
+
+    def steps_by_depth(self, key: PointKey) -> dict[int, float]:
+        """Seconds of a whole step at each depth that was measured for long enough, all else as at ``key``."""
+        if isinstance(self._describe(), Pipelined):
+            return {}
+        return {
+            other.frozen_layers: float(row[:3].sum())
+            for other, row in self._medians().items()
+            if other[:4] == key[:4] and len(self._points[other].rows) >= ENOUGH_STEPS
+        }
+
+    def saving(self, key: PointKey) -> Saving | None:
+        """What freezing to the depth of ``key`` was to save and what it saves; None until both are known."""
+        full_key = key._replace(frozen_layers=0)
+        if not {key.frozen_layers, 0} <= self.steps_by_depth(key).keys() or key.frozen_layers == 0:
+            return None
+        rows, sizes = self._medians(), np.array([size for _, size in self.layers])
+        sent = float(sizes[key.frozen_layers :].sum() / sizes.sum()) if key.num_gpus > 1 else 1.0
+        return saving(rows[full_key], rows[key], key.frozen_layers, sent)
 
     def _layer_costs(self) -> tuple[LayerCost, ...]:
         total = sum(self.flops)
@@ -190,7 +240,7 @@ class Profiler:
             "flops": list(self.flops),
             "kind": self._kind(),
             "points": [
-                [list(key), [list(row) for row in recent.rows], list(recent.steps_s)]
+                [list(key), [list(row) for row in recent.rows], list(recent.steps_s), list(recent.fwds_s)]
                 for key, recent in self._points.items()
             ],
             "occupancy": [[list(key), list(pair)] for key, pair in self._occupancy.items()],
@@ -229,14 +279,20 @@ class _Passes(NamedTuple):
 
 def _calibrate(points: dict[PointKey, FloatArray], draft: Profile, prior_sync_s: float) -> tuple[ThroughputParams, str]:
     theta, omega = draft.theta, draft.omega
-    fixed_share, exponent = _fit_depth(points, theta)
+    pipelined = isinstance(draft.parallel, Pipelined)
+    fixed_share, exponent = fit_depth(points, theta, omega, pipelined=pipelined)
     kept = fixed_share + (1.0 - fixed_share) * theta**exponent
+    told = set() if pipelined else {key for key, _, _ in tried_depths(points)}  # all of it, by the depth's fit
     fwd: dict[int, list[float]] = {}
     bwd: dict[int, list[float]] = {}
     sync: dict[tuple[int, bool], list[float]] = {}
     for key, row in points.items():
+        if key in told:
+            continue
         passes = _Passes.of(key, draft.parallel)
-        fwd.setdefault(passes.samples, []).append(float(row[0]) / passes.number)
+        # With one GPU, what comes between the last gradient and the optimizer is not synchronisation (clipping in the loop).
+        rest = float(row[0]) if pipelined or key.num_gpus > 1 else float(row[0] + row[2])
+        fwd.setdefault(passes.samples, []).append(rest / passes.number)
         full_bwd = float(row[1]) / passes.number / max(float(kept[key.frozen_layers]), 1e-3)
         bwd.setdefault(passes.samples, []).append(full_bwd)
         if passes.copies > 1:
@@ -250,47 +306,14 @@ def _calibrate(points: dict[PointKey, FloatArray], draft: Profile, prior_sync_s:
         flop_gamma=exponent,
     )
     smallest = min(bwd)
-    alpha = fixed_share * float(np.mean(bwd[smallest]))
-    params = params.model_copy(update={"flop_alpha_s": min(alpha, params.bwd.alpha_s)})
+    full_s = float(np.mean(bwd[smallest]))
+    alpha = min(fixed_share * full_s, params.bwd.alpha_s)
+    if alpha < fixed_share * full_s and full_s > 0:  # T_bwd grows with m from nothing: the exponent has to say it
+        _, exponent = fit_depth(points, theta, omega, pipelined=pipelined, most_fixed=alpha / full_s)
+    params = params.model_copy(update={"flop_alpha_s": alpha, "flop_gamma": exponent})
     notes = "batch scaling " + ("fitted" if len(fwd) > 1 else "from a prior (one batch per GPU measured)")
     notes += ", synchronisation " + ("measured" if sync else "from a prior (one GPU measured)")
     return params, notes
-
-
-def _fit_depth(points: dict[PointKey, FloatArray], theta: FloatArray) -> tuple[float, float]:
-    """(fixed share of T_bwd, exponent of theta) from gradient-ready times of full steps and from frozen steps.
-
-    Minimises the squared error of T_bwd(l) / T_bwd(0) = f + (1 - f) theta^g on a grid; a prior of (0, 1) without points.
-    """
-    where: list[int] = []
-    share: list[float] = []
-    weight: list[float] = []
-    full = {key[:4]: float(row[1]) for key, row in points.items() if key.frozen_layers == 0}
-    for key, row in points.items():
-        if key.frozen_layers == 0:
-            ready = np.asarray(row[3:])
-            start = float(ready[0])
-            usable = [i for i in range(1, len(ready)) if math.isfinite(ready[i]) and start > 0]
-            where += usable
-            share += [float(ready[i]) / start for i in usable]
-            weight += [1.0] * len(usable)
-        elif (base := full.get(key[:4], 0.0)) > 0:
-            where.append(key.frozen_layers)
-            share.append(float(row[1]) / base)
-            weight.append(float(len(theta)))
-    if not where:
-        return 0.0, 1.0
-    target, importance = np.clip(share, 0.0, 1.0), np.asarray(weight)
-    best = (math.inf, 0.0, 1.0)
-    for exponent in np.geomspace(0.2, 5.0, 65):
-        shape = theta[where] ** exponent
-        free = 1.0 - shape
-        fixed = float(np.sum(importance * free * (target - shape)) / max(np.sum(importance * free**2), 1e-12))
-        fixed = min(max(fixed, 0.0), 0.9)
-        error = float(np.sum(importance * (fixed + (1 - fixed) * shape - target) ** 2))
-        if error < best[0]:
-            best = (error, fixed, float(exponent))
-    return best[1], best[2]
 
 
 def _fit_batch(seconds: dict[int, list[float]], least_fixed_share: float) -> ComputeCurve:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from icefrog.estimate.penalty import frozen_penalty
 from icefrog.estimate.throughput import throughput
 from icefrog.profile import LayerCost, Profile
+from icefrog.runtime.savings import Saving
 from icefrog.spec import Target
 from icefrog.types import Config
 
@@ -101,6 +102,10 @@ class Situation:
     learning_rates: tuple[float, ...] = ()
     """Of the optimizer's parameter groups."""
     cache: CacheState | None = None
+    steps_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of a whole step by depth, of the depths that were measured long enough, all else as in ``config``."""
+    saving: Saving | None = None
+    """What the boundary in force was to save, and what it saves; None until both were measured."""
 
     @property
     def frozen_layers(self) -> int:
@@ -116,9 +121,11 @@ class Situation:
         """T with ``depth`` layers frozen, samples/s, all else as now; None before anything was measured."""
         if depth == self.frozen_layers and self.measured_throughput > 0:
             return self.measured_throughput
+        now = self.config
+        if not now.shared and (step_s := self.steps_s.get(depth, 0.0)) > 0:
+            return now.global_batch / step_s
         if self.profile is None:
             return None
-        now = self.config
         found = throughput(
             self.profile, now.num_gpus, self.num_nodes, now.batch_per_gpu, depth, now.accum_steps, shared=now.shared
         )

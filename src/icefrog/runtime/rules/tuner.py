@@ -43,7 +43,9 @@ class Tuner(FreezingRule):
             max_frozen_layers=bounds.max_frozen,
             min_frozen_layers=bounds.min_frozen,
             current=now.config,
-            hysteresis=self.guards.hysteresis,
+            # What saves nothing is not held on to.
+            hysteresis=0.0 if now.saving is not None and now.saving.absent else self.guards.hysteresis,
+            measured_s=now.steps_s,
         )
         depth = max(choice.config.frozen_layers, bounds.min_frozen)
         if dwells(self.guards, standing, depth):
