@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -317,7 +316,7 @@ def tune(
     gpu_mem_bytes: float = math.inf,
     current: Config | None = None,
     hysteresis: float = 0.0,
-    measured_s: Mapping[int, float] = MappingProxyType({}),
+    measured_s: Mapping[int, float] | None = None,
 ) -> TunerChoice:
     """(m*, l*) for the GPUs a job was given (Eq. 15); what a job runs at every re-allocation and epoch start.
 

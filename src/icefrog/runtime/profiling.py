@@ -282,7 +282,7 @@ def _calibrate(points: dict[PointKey, FloatArray], draft: Profile, prior_sync_s:
     pipelined = isinstance(draft.parallel, Pipelined)
     fixed_share, exponent = fit_depth(points, theta, omega, pipelined=pipelined)
     kept = fixed_share + (1.0 - fixed_share) * theta**exponent
-    told = set() if pipelined else {key for key, _, _ in tried_depths(points)}  # all of it, by the depth's fit
+    told: set[PointKey] = set() if pipelined else {key for key, _, _ in tried_depths(points)}  # by the depth fit
     fwd: dict[int, list[float]] = {}
     bwd: dict[int, list[float]] = {}
     sync: dict[tuple[int, bool], list[float]] = {}
