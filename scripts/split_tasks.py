@@ -182,12 +182,12 @@ def place_halved(x: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 class Encoder(nn.Module):
     """A pre-trained BERT-like encoder, mean over tokens, a fresh linear classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 2) -> None:
         super().__init__()
         from transformers import BertModel
 
         self.bert = BertModel.from_pretrained(_minilm(), add_pooling_layer=False, attn_implementation="sdpa")
-        self.head = nn.Linear(self.bert.config.hidden_size, 2)
+        self.head = nn.Linear(self.bert.config.hidden_size, classes)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         mask = ids != 0
@@ -260,6 +260,34 @@ def mails(folder: Path) -> list[tuple[str, int]]:
     return [found[key] for key in sorted(found)]
 
 
+LISTS = (
+    ("fork.xent.com",),
+    ("ilug.linux.ie",),
+    ("rpm-zzzlist.freshrpms.net",),
+    ("razor-users.",),
+    ("spamassassin-talk.",),
+    ("exmh-users.", "exmh-workers."),
+)
+"""Mailing lists with more than 150 mails in the corpus, by the beginning of their List-Id; the last two are one topic."""
+
+
+def list_mails(folder: Path) -> list[tuple[str, int]]:
+    """(subject and body, index in LISTS) of mails to those lists, each text once, without the lists' tags in subjects."""
+    root = folder / "datasets-spam-assassin/data"
+    found: dict[str, tuple[str, int]] = {}
+    for kind in ("easy-ham-1", "easy-ham-2", "hard-ham-1"):
+        for path in sorted((root / kind).glob("*.txt")):
+            raw = path.read_text(encoding="latin-1")
+            match = re.search(
+                r"^list-id:.*?<([^>]*)>", raw.partition("\n\n")[0], re.IGNORECASE | re.MULTILINE | re.DOTALL
+            )
+            topic = next((i for i, names in enumerate(LISTS) if match and match.group(1).startswith(names)), None)
+            text = re.sub(r"\[[^\]]{1,20}\] ?", "", _plain(raw))
+            if topic is not None and len(text) > 40:
+                found.setdefault(hashlib.sha256(text.lower().encode()).hexdigest(), (text, topic))
+    return [found[key] for key in sorted(found)]
+
+
 def _plain(raw: str) -> str:
     head, _, body = raw.partition("\n\n")
     subject = re.search(r"^subject:(.*)$", head, re.IGNORECASE | re.MULTILINE)
@@ -270,16 +298,21 @@ def _plain(raw: str) -> str:
 
 def spam(folder: Path, seed: int) -> Sets:
     """Mails as 32 WordPiece tokens; the last 240 in the seed's order validate."""
+    rows = mails(folder)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    x = word_pieces([rows[i][0] for i in order], 32)
+    y = torch.tensor([rows[i][1] for i in order])
+    return Sets((x[:-240], y[:-240]), (x[-240:], y[-240:]))
+
+
+def word_pieces(texts: Sequence[str], length: int) -> torch.Tensor:
+    """MiniLM's token ids, shape (N, length); 0 pads."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(_minilm()) / "tokenizer.json"))
-    tokenizer.enable_truncation(32)
-    tokenizer.enable_padding(length=32)
-    rows = mails(folder)
-    order = np.random.default_rng(seed).permutation(len(rows))
-    x = torch.tensor([e.ids for e in tokenizer.encode_batch([rows[i][0][:2000] for i in order])])
-    y = torch.tensor([rows[i][1] for i in order])
-    return Sets((x[:-240], y[:-240]), (x[-240:], y[-240:]))
+    tokenizer.enable_truncation(length)
+    tokenizer.enable_padding(length=length)
+    return torch.tensor([encoded.ids for encoded in tokenizer.encode_batch([text[:2000] for text in texts])])
 
 
 def prose(folder: Path, seed: int) -> Sets:

@@ -79,7 +79,9 @@ class BatchRule(_Frozen):
         return tuple(self.min << k for k in range(int(math.log2(self.max / self.min)) + 1))
 
 
-RuleName: TypeAlias = Literal["tuner", "none", "linear", "freezeout", "autofreeze", "egeria", "pipetransformer"]
+RuleName: TypeAlias = Literal[
+    "tuner", "none", "linear", "freezeout", "autofreeze", "egeria", "pipetransformer", "progress"
+]
 """Freezing rules that need no settings; a job's script may bring its own."""
 
 

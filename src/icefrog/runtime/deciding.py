@@ -152,7 +152,7 @@ class Decider:
 
     def _hands(self, step: int) -> Hands:
         engine = self.engine
-        return Hands(step, engine.inner, engine.layers, engine.freezer.frozen_layers)
+        return Hands(step, engine.inner, engine.layers, engine.freezer.frozen_layers, engine.optimizer)
 
     # --- decisions
 
@@ -196,6 +196,7 @@ class Decider:
             *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared),
         )
         self.move(proposal.frozen_layers, at)
+        engine.judge(proposal.worth)
         self._set_pace(at)
         at.outcome = self.goal.outcome(at)
         if self.reporter.listened_to:
@@ -290,6 +291,7 @@ class Decider:
             ),
             psi=engine.psi,
             step_s=step_s,
+            forward_s=engine.profiler.forward_s(engine.point()) or 0.0,
             measured_throughput=engine.nominal_batch / step_s if step_s > 0 else 0.0,
             gradients=Gradients(stats.variance, stats.sqr_norm, engine.tracker.fresh) if stats else None,
             profile=profile,
@@ -318,6 +320,7 @@ class Decider:
             "best_metric": self.best_metric,
             "stalled": self.stalled,
             "last_move_step": self.last_move_step,
+            "worth": self.engine.worth,
             "pace": None if self._pace is None else list(astuple(self._pace)),
             "loss": [float(self._loss), self._losses],
             "rules": [[rule.name, rule.state_dict()] for rule in self._rules()],
@@ -340,6 +343,7 @@ class Decider:
         self.stalled = state["stalled"]
         self.last_move_step = state["last_move_step"]
         self._loss, self._losses = state["loss"]
+        self.engine.worth = state["worth"]
         self._pace = None if state["pace"] is None else Pace(*state["pace"])
         for rule, (name, kept) in zip(self._rules(), state["rules"], strict=True):
             if rule.name == name:

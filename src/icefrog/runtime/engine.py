@@ -79,6 +79,7 @@ class Engine(HookOwner):
         self.sampler: ElasticSampler | None = None
         self.cache: PrefixCache | None = None
         self.psi = 1.0
+        self.worth: float | None = None  # psi of the boundary as the rule judges it; None: Eq. 3
         self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
         self.batch_per_gpu = 0  # of a replica: the largest micro-step's samples seen
         self._seen = 0  # samples of the last forward pass, from the model's input
@@ -233,7 +234,7 @@ class Engine(HookOwner):
         self.profiler.moved()
         self._unmerged = None
         self._rewire()
-        self.refresh_psi()
+        self.judge(None)
         return True
 
     def check_in_step(self) -> None:
@@ -272,11 +273,19 @@ class Engine(HookOwner):
             self._rewire()
         return names
 
+    def judge(self, worth: float | None) -> None:
+        """psi of the boundary in force, as its rule sees it; None: by Eq. 3."""
+        self.worth = worth
+        self.refresh_psi()
+
     def refresh_psi(self) -> None:
-        """psi of the boundary in force, from the statistics; kept as it was where they say nothing (no variance left)."""
+        """psi of the boundary in force, from the rule or the statistics; kept as it was where they say nothing."""
         depth = self.freezer.frozen_layers
         if depth == 0:
             self.psi = 1.0
+            return
+        if self.worth is not None:
+            self.psi = self.worth
             return
         variance = self.tracker.variance
         if not np.any(variance[:depth] > 0):  # frozen by hand before anything was observed

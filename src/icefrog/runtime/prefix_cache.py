@@ -2,8 +2,9 @@
 
 A frozen prefix is a fixed function, so its output for a sample that was seen before need not be computed again. The cache is
 *content-addressed*: its key is a 128-bit hash of everything that the model is called with, row by row. So it needs to know
-nothing of samplers, shuffling or resizes, a sample that is augmented anew each epoch simply never hits, and a batch is only
-taken from the cache if all of its rows are there.
+nothing of samplers, shuffling or resizes, and a sample that is augmented anew each epoch simply never hits. Of a batch
+that was seen in part, the prefix computes the other rows only: a boundary that moves in mid-pass meets its first samples
+again in every batch of the next.
 
 On a hit the modules of the prefix do not run: they hand on zeros of the right shape, and the one that finishes last hands
 on the cached rows. That is right only if everything that the rest of the network reads of the prefix comes through that
@@ -28,7 +29,17 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, template, tensors_of, unpack, zeros
+from icefrog.runtime.rows import (
+    UnsupportedError,
+    leaves,
+    pack,
+    row_keys,
+    take_rows,
+    template,
+    tensors_of,
+    unpack,
+    zeros,
+)
 from icefrog.runtime.rowstore import Key, RowStore
 
 _TRIAL_ROWS = 4096
@@ -87,7 +98,9 @@ class PrefixCache(HookOwner):
         self._shapes: dict[nn.Module, Any] = {}  # output template of each root: as left by the last real forward
         self._structure: Any = None
         self._verified = False
-        self._inside = False  # a verification is running
+        self._inside = False  # a verification is running, or the prefix alone
+        self._filling = False  # the prefix alone is running
+        self._filled = False  # rows were computed in smaller batches: equal to rounding, not to the bit
         self._keys: list[Key] = []
         self._batch = 0
         self._rows: Any = None  # what the last root hands on
@@ -120,7 +133,7 @@ class PrefixCache(HookOwner):
             return
         self._drop_store()
         self._depth, self._kind, self._roots = freezer.frozen_layers, kind, freezer.prefix_roots()
-        self._last, self._verified, self._structure = None, False, None
+        self._last, self._verified, self._structure, self._filled = None, False, None, False
         self._shapes, self.hits, self.misses, self._looked_up, self._refresh_at = {}, 0, 0, 0, 1
         self.off_reason = "" if self._roots else "nothing is frozen"
         for handle in self._root_handles:
@@ -166,6 +179,8 @@ class PrefixCache(HookOwner):
             self._give_up(str(problem))
             return
         rows = self._look_up()
+        if rows is None and self._fill(args, kwargs):
+            rows = self._look_up()
         if rows is None:
             self.misses += 1
             return
@@ -185,6 +200,8 @@ class PrefixCache(HookOwner):
         self._keys = []
 
     def _root_done(self, root: nn.Module, _args: Any, output: Any) -> None:
+        if self._filling and root is self._last:
+            raise _PrefixDone(output)
         if self._inside or self.hit or not self._keys or root not in self._roots:
             return
         self._calls.append(root)
@@ -239,6 +256,33 @@ class PrefixCache(HookOwner):
         except OSError as error:
             self._give_up(f"cannot write to {self.folder}: {error.strerror}")
 
+    def _fill(self, args: Any, kwargs: Any) -> bool:
+        """Where some rows of the batch are there: compute the others, by the prefix alone. Whether all are there now."""
+        if self._store is None or self._last is None or self._store.full:
+            return False
+        missing = [place for place, key in enumerate(self._keys) if key not in self._store]
+        if not 0 < len(missing) < self._batch:
+            return False
+        if len(missing) == 1:  # some modules squeeze a batch of one away
+            missing.append((missing[0] + 1) % self._batch)
+        try:
+            chosen = torch.tensor(missing)
+            args, kwargs = (take_rows(part, self._batch, chosen) for part in (args, kwargs))
+        except UnsupportedError:
+            return False
+        cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        self._inside = self._filling = True
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+                self.model(*args, **kwargs)
+        except _PrefixDone as done:
+            if template(done.output, len(missing)) == self._structure:
+                self._filled = True
+                self._store.write([self._keys[place] for place in missing], pack(done.output, len(missing)).numpy())
+        finally:
+            self._inside = self._filling = False
+        return all(key in self._store for key in self._keys)
+
     # -- taking the prefix's place -----------------------------------------------------------------------------------------
 
     def _install(self, rows: Any) -> None:
@@ -283,11 +327,21 @@ class PrefixCache(HookOwner):
                 with torch.no_grad():
                     buffer.copy_(value)
         real, short = outputs
-        self._verified = len(real) == len(short) and all(_equal(a, b) for a, b in zip(real, short, strict=True))
+        self._verified = len(real) == len(short) and all(
+            _equal(a, b, exactly=not self._filled) for a, b in zip(real, short, strict=True)
+        )
         return self._verified
 
 
 _MISSING: Any = object()
+
+
+class _PrefixDone(Exception):
+    """Leaves a forward pass behind the prefix."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> int:
@@ -302,9 +356,9 @@ def _hands_on(value: Any) -> Callable[..., Any]:
     return forward
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal(a: torch.Tensor, b: torch.Tensor, *, exactly: bool) -> bool:
     if a.shape != b.shape:
         return False
-    if a.device.type == "cpu" or not a.is_floating_point():
+    if (exactly and a.device.type == "cpu") or not a.is_floating_point():
         return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
     return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True))  # some GPU kernels add in another order

@@ -104,6 +104,7 @@ class Profiler:
         self._fills_cache = fills_cache
         self.flops: list[float] = [0.0] * len(layers)  # training FLOPs of one sample; 0 until counted
         self._points: dict[PointKey, _Recent] = {}
+        self._forward: dict[PointKey, deque[float]] = {}  # seconds of recent steps' forward passes
         self._occupancy: dict[PointKey, tuple[float, float]] = {}
         self.last: StepTimes | None = None  # of the last typical step; whoever takes it away sees each once
         self._skip = SKIPPED_STEPS
@@ -126,6 +127,7 @@ class Profiler:
         recent.steps_s.append(times.step_s)
         recent.fwds_s.append(times.fwd_s)
         self.last = times
+        self._forward.setdefault(key, deque(maxlen=RECENT_STEPS)).append(times.fwd_s)
 
     def sample_occupancy(self, key: PointKey, *, alone: bool = True) -> tuple[float, float | None]:
         """(peak memory of this process in bytes, utilisation in percent since the last call or None if unknown).
@@ -153,6 +155,11 @@ class Profiler:
         if recent is None or not recent.rows:
             return None
         return float(np.median(recent.steps_s)) if recent.steps_s else float(recent.median()[:3].sum())
+
+    def forward_s(self, key: PointKey) -> float | None:
+        """Median seconds of a step's forward passes at this key, since this process started."""
+        recent = self._forward.get(key)
+        return float(np.median(recent)) if recent else None
 
     def profile(self, samples_per_epoch: int, max_local_batch: int) -> Profile | None:
         """The calibrated profile; None before the first typical step."""

@@ -78,6 +78,23 @@ def _collect(value: Any, tensors: list[torch.Tensor], plain: list[str]) -> None:
         raise UnsupportedError(f"the model is called with a {type(value).__name__}, whose content is unknown")
 
 
+def take_rows(value: Any, batch: int, chosen: torch.Tensor) -> Any:
+    """What the model is called with for some of the rows: the tensors that :func:`row_keys` counts row by row are cut.
+
+    Raises:
+        UnsupportedError: a container that cannot be made again.
+    """
+    if isinstance(value, torch.Tensor):
+        return value[chosen.to(value.device)] if value.ndim and value.shape[0] == batch else value
+    if type(value) is dict:
+        return {key: take_rows(item, batch, chosen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(take_rows(item, batch, chosen) for item in value)
+    if hasattr(value, "items") or isinstance(value, (list, tuple)):
+        raise UnsupportedError(f"a {type(value).__name__} cannot be cut")
+    return value
+
+
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

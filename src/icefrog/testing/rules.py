@@ -77,6 +77,7 @@ def situation(
         layers=profile.layers,
         psi=1.0,
         step_s=0.048,
+        forward_s=0.016,
         measured_throughput=16 / 0.048,
         gradients=None
         if variance is None
@@ -134,6 +135,7 @@ def lives(draw: st.DrawFn) -> Life:
                 layers=profile.layers,
                 psi=1.0,
                 step_s=0.05 if ready else 0.0,
+                forward_s=0.02 if ready else 0.0,
                 measured_throughput=320.0 if ready else 0.0,
                 gradients=Gradients(
                     tuple(variance.tolist()), tuple(rng.random(num_layers).tolist()), (True,) * num_layers

@@ -23,6 +23,7 @@ from icefrog.runtime.rules.freezeout import FreezeOut
 from icefrog.runtime.rules.linear import Linear
 from icefrog.runtime.rules.none import NoFreezing
 from icefrog.runtime.rules.pipetransformer import PipeTransformer
+from icefrog.runtime.rules.progress import Progress
 from icefrog.runtime.rules.tuner import Tuner
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Linear",
     "NoFreezing",
     "PipeTransformer",
+    "Progress",
     "Proposal",
     "Rule",
     "Situation",
@@ -53,6 +55,7 @@ Rule = FreezingRule | Callable[[Situation], Proposal] | str
 
 RULES: dict[str, Callable[[], FreezingRule]] = {
     "tuner": Tuner,
+    "progress": Progress,
     "none": NoFreezing,
     "linear": Linear,
     "freezeout": FreezeOut,

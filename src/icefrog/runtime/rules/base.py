@@ -85,6 +85,8 @@ class Situation:
     """Worth of a sample at the boundary in force, (0, 1]."""
     step_s: float
     """Median of recent steps at this configuration; 0 where none was measured."""
+    forward_s: float
+    """Of step_s, the forward passes; 0 where none was measured."""
     measured_throughput: float
     """T at the configuration in force, samples/s; 0 where none was measured."""
     gradients: Gradients | None = None
@@ -162,6 +164,8 @@ class Proposal:
     """One line for people; never empty."""
     effective_progress: float | None = None
     """E = psi T expected there, samples/s, where the rule knows better than Eq. 3 and the profile."""
+    worth: float | None = None
+    """psi there, (0, 1], where the rule knows better than Eq. 3: what a sample adds to the job's progress."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ class Hands:
     layers: Sequence[Layer]
     """In forward order, with parameters by name. ``param.grad`` is what the optimizer gets: averaged, and clipped."""
     frozen_layers: int
+    optimizer: torch.optim.Optimizer | None = None
 
 
 class FreezingRule(ABC):
