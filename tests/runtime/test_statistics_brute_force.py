@@ -180,9 +180,9 @@ def single(kind: str, preconditioned: bool, steps: int, parts: list[int]) -> tup
     ("kind", "preconditioned", "parts"),
     [
         ("images", False, [4, 4, 4, 4]),
-        ("words", True, [4, 4, 4, 4]),
+        pytest.param("words", True, [4, 4, 4, 4], marks=pytest.mark.slow),
         ("images", True, [6, 6, 2]),
-        ("words", False, [2, 5, 7]),
+        pytest.param("words", False, [2, 5, 7], marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches(kind: str, preconditioned: bool, parts: list[int]) -> None:
@@ -191,7 +191,9 @@ def test_micro_batches(kind: str, preconditioned: bool, parts: list[int]) -> Non
     check(recorder, truth, (len(parts) - 1, 1 / (len(parts) - 1), sum(parts), 1 / sum(parts)))
 
 
-@pytest.mark.parametrize(("kind", "preconditioned"), [("images", True), ("words", False)])
+@pytest.mark.parametrize(
+    ("kind", "preconditioned"), [("images", True), pytest.param("words", False, marks=pytest.mark.slow)]
+)
 def test_successive_steps(kind: str, preconditioned: bool) -> None:
     recorder, truth = single(kind, preconditioned, 401, [8])
     assert len(recorder.variance) == 400
@@ -217,7 +219,9 @@ def replicas(kind: str, preconditioned: bool, accum: int) -> dict[str, Any]:
     return {"estimates": recorder.rows(), "truth": brute_force(model, elastic.layers, x, y, scale)}
 
 
-@pytest.mark.parametrize(("kind", "preconditioned", "accum"), [("images", False, 1), ("words", True, 2)])
+@pytest.mark.parametrize(
+    ("kind", "preconditioned", "accum"), [("images", False, 1), pytest.param("words", True, 2, marks=pytest.mark.slow)]
+)
 def test_replicas(ranks: Ranks, kind: str, preconditioned: bool, accum: int) -> None:
     first, second = ranks.run(replicas, kind, preconditioned, accum)
     assert np.array_equal(first["estimates"], second["estimates"])
