@@ -1,0 +1,92 @@
+"""The generated part of docs/evidence/layer-elasticity.md: paired ratios over seeds, from the raw rows."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from tasks import TASKS
+
+BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
+Row = dict[str, Any]
+
+
+def write_page(page: Path, rows: list[Row]) -> None:
+    """Put the tables between the marks of the page."""
+    text = page.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{tables(rows)}\n{END}{after}")
+
+
+def tables(rows: list[Row]) -> str:
+    """Ratios by task and arm, then every run."""
+    by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
+    pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
+    for (task, arm, seed), row in sorted(by_run.items()):
+        if arm != "control" and (task, "control", seed) in by_run:
+            pairs[task, arm].append((by_run[task, "control", seed], row))
+    lines = [
+        "| task | rule | seeds | reached | times faster in CPU time (95 % interval) | in steps of the control beside it | "
+        "steps against the control | steps frozen / cached |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (task, arm), both in sorted(pairs.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
+        reached = [pair for pair in both if pair[0]["reached"] and pair[1]["reached"]]
+        cpu = [control["cpu_s"] / row["cpu_s"] for control, row in reached]
+        units = [control["steps"] / control_steps(control, row) for control, row in reached]
+        steps = [row["steps"] / control["steps"] for control, row in reached]
+        total = sum(row["steps"] for _, row in both)
+        frozen, cached = (sum(row[key] for _, row in both) / total for key in ("frozen_steps", "cached_steps"))
+        could = sum(control["reached"] for control, _ in both)
+        lines.append(
+            f"| {task} | {arm} | {len(both)} | {len(reached)} of {could} | {interval(cpu)} | {interval(units)} | "
+            f"{interval(steps)} | {frozen:.0%} / {cached:.0%} |"
+        )
+    lines += [
+        "",
+        "Every run:",
+        "",
+        "| task | rule | seed | CPU s | steps | last accuracy | depths |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (task, arm, seed), row in sorted(by_run.items()):
+        depths = [int(entry[6]) for entry in row["trace"]]
+        moves = [str(depth) for i, depth in enumerate(depths) if i == 0 or depth != depths[i - 1]]
+        mark = "" if row["reached"] else " (missed)"
+        lines.append(
+            f"| {task} | {arm} | {seed} | {row['cpu_s']:.1f}{mark} | {row['steps']} | {row['accuracy']:.3f} | {' '.join(moves)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def control_steps(control: Row, row: Row) -> float:
+    """The run's CPU time in steps of the control: each interval by what the control's took at the same time.
+
+    After the control ended, by the mean of its intervals.
+    """
+    seconds = np.diff([0.0, *(row["control_trace_cpu_s"] if "control_trace_cpu_s" in row else trace_s(control))])
+    per_interval = control["trace"][0][0]
+    mine = np.diff([0.0, *trace_s(row)])
+    beside = [seconds[i] if i < len(seconds) else seconds.mean() for i in range(len(mine))]
+    return float(np.sum(mine / beside) * per_interval)
+
+
+def trace_s(row: Row) -> list[float]:
+    """CPU seconds at the end of each interval."""
+    return [entry[1] for entry in row["trace"]]
+
+
+def interval(ratios: list[float]) -> str:
+    """Geometric mean, and Student's interval of the logarithms from three seeds on."""
+    if not ratios:
+        return "-"
+    logs = np.log(ratios)
+    mean = float(logs.mean())
+    if len(logs) < 3:
+        return f"{math.exp(mean):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
+    half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    return f"{math.exp(mean):.2f} ({math.exp(mean - half):.2f} to {math.exp(mean + half):.2f})"
