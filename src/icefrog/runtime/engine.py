@@ -5,7 +5,7 @@ No policy and no disk here: :mod:`icefrog.runtime.elastic` decides when to move 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,18 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
+from icefrog.runtime.first_pass import FirstPass, training_flops
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.layers import Layer, Piece, find_pieces, forward_order, group_pieces, layers_from_user
+from icefrog.runtime.layers import Layer, Piece, find_pieces, group_pieces, layers_from_user
 from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.reentrant import FIX, PROBLEM
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
-from icefrog.runtime.timing import LayerFlops, StepTimer, StepTimes
+from icefrog.runtime.tensors import batch_size
+from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.wrapping import World
 
 
@@ -97,11 +99,9 @@ class Engine(HookOwner):
         self.pieces: list[Piece] = [] if given else find_pieces(model)
         self.before_step: Callable[[], None] | None = None
         """Called when the first forward pass of an optimizer step begins."""
-        self._flops: LayerFlops | None = None
+        self._first_pass: FirstPass | None = None
         self._settled = False
         self._ordered = given is not None
-        self._counting = False
-        self._flops_samples = 0
         parallel.start(model, world)
         layers = layers_from_user(model, given) if given else group_pieces(model, self.pieces)
         parallel.place(layers, optimizer)
@@ -176,8 +176,8 @@ class Engine(HookOwner):
         self.freezer.set_boundary(0)
         for handle in self._handles:
             handle.remove()
-        if self._flops is not None:
-            self._flops.finish()
+        if self._first_pass is not None:
+            self._first_pass.end()
         if self.compiled is not None:
             self.compiled.close()
         self.statistics.close()
@@ -301,18 +301,10 @@ class Engine(HookOwner):
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():
             return
-        self._see(_batch_size((args, kwargs)), self.timer.backward_ran)
-        if self._flops is None:
+        self._see(batch_size((args, kwargs)), self.timer.backward_ran)
+        if self._first_pass is None:
             refuse_outer_compile()
-            roots = (
-                [(i, piece.module) for i, piece in enumerate(self.pieces)]
-                if self.pieces
-                else [(i, root) for i, layer in enumerate(self.layers) for root in layer.modules]
-            )
-            self._flops = LayerFlops(roots)
-            self._flops.__enter__()  # type: ignore[no-untyped-call]
-            self._counting = True
-            self._flops_samples = self._seen
+            self._first_pass = FirstPass(self.pieces, self.layers, self._seen)
 
     def _see(self, samples: int, backward_ran: bool) -> None:
         """A forward pass begins; ``backward_ran``: the one before it has had its backward pass."""
@@ -345,14 +337,12 @@ class Engine(HookOwner):
         loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
         forward = self.parallel.layer_flops()
         if forward is not None and not any(self.profiler.flops):
-            self.profiler.flops = [3.0 * flops for flops in forward]  # as in :meth:`_set_flops`
+            self.profiler.flops = [training_flops(flops) for flops in forward]
         return loss
 
     def _forward_end(self, model: nn.Module, _args: Any, _output: Any) -> None:
-        if model is self.inner and self._counting and self._flops is not None:
-            self._counting = False
-            self._flops.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._flops.finish()
+        if model is self.inner and self._first_pass is not None:
+            self._first_pass.end()
 
     def settle_order(self) -> str | None:
         """Collective, after the first step: adopt the order in which layers really run, once.
@@ -362,27 +352,26 @@ class Engine(HookOwner):
         Returns:
             A message if it was another order, or if nothing can be frozen.
         """
-        if self._settled or self._flops is None or self._counting:
+        first = self._first_pass
+        if self._settled or first is None or first.running:
             return None
         self._settled = True
         message = None
-        counts = self._flops
         if not self._ordered:
             self._ordered = True
-            pieces = forward_order(self.pieces, counts.order)
+            names = [piece.name for piece in first.order()]
             before = [layer.name for layer in self.layers]
-            if [p.name for p in pieces] != [p.name for p in self.pieces]:
-                places = [self.pieces.index(piece) for piece in pieces]
-                counts.flops = {new: counts.flops.get(old, 0.0) for new, old in enumerate(places)}
+            if names != [piece.name for piece in self.pieces]:
                 depth = self.freezer.frozen_layers
                 self._move(0)
-                self.rebuild([piece.name for piece in pieces])
+                self.rebuild(names)
                 self._move(min(depth, len(self.layers) - 1))
                 after = [layer.name for layer in self.layers]
                 if after != before:
                     message = f"layers run in another order than they are declared: {', '.join(after)}"
-        self._set_flops(counts.flops)
-        if counts.reentrant:
+        if not any(self.profiler.flops):
+            self.profiler.flops = first.training_flops(self.layers)
+        if first.reentrant:
             self.freezer.reentrant = True
             message = f"nothing will be frozen: {PROBLEM}; {FIX}"
         return message
@@ -414,18 +403,6 @@ class Engine(HookOwner):
     def samples_per_gpu(self) -> int:
         """m: a nominal micro-step's samples over the GPUs that work on them."""
         return max(-(-self.batch_per_gpu * self.parallel.num_replicas // self.world.size), 1)
-
-    def _set_flops(self, forward: Mapping[int, float]) -> None:
-        if not self._flops_samples or any(self.profiler.flops):
-            return
-        owner: dict[int, int] = {}
-        if self.pieces:
-            at = {id(root): i for i, layer in enumerate(self.layers) for root in layer.modules}
-            owner = {key: at[id(piece.module)] for key, piece in enumerate(self.pieces)}
-        for key, flops in forward.items():
-            if key >= 0:
-                # Backward costs twice the forward: one pass for the weights, one for the inputs.
-                self.profiler.flops[owner.get(key, key)] += 3.0 * flops / self._flops_samples
 
     # --- steps
 
@@ -546,11 +523,3 @@ class Engine(HookOwner):
             self.options.accum_steps,
             self.freezer.frozen_layers,
         )
-
-
-def _batch_size(value: Any) -> int:
-    """First dimension of the first tensor with one, depth first; 0 if there is none."""
-    if isinstance(value, torch.Tensor):
-        return int(value.shape[0]) if value.ndim else 0
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return next((size for item in items if (size := _batch_size(item))), 0)

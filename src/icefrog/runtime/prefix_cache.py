@@ -29,18 +29,9 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.rows import (
-    UnsupportedError,
-    leaves,
-    pack,
-    row_keys,
-    take_rows,
-    template,
-    tensors_of,
-    unpack,
-    zeros,
-)
+from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, take_rows, template, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
+from icefrog.runtime.tensors import tensors_of
 
 _TRIAL_ROWS = 4096
 """Rows looked up without one hit, after a whole store of them was written, before the cache gives up."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from icefrog.runtime.rowstore import Key
+from icefrog.runtime.tensors import tensors_of
 
 
 class UnsupportedError(Exception):
@@ -144,7 +145,7 @@ def _map(structure: Any, make: Callable[[Leaf], torch.Tensor]) -> Any:
 
 
 def leaves(structure: Any) -> Iterable[Leaf]:
-    """In the order of :func:`tensors_of`."""
+    """In the order of :func:`~icefrog.runtime.tensors.tensors_of`."""
     if isinstance(structure, Leaf):
         yield structure
     elif isinstance(structure, (tuple, list)):
@@ -153,18 +154,6 @@ def leaves(structure: Any) -> Iterable[Leaf]:
     elif isinstance(structure, dict):
         for item in structure.values():
             yield from leaves(item)
-
-
-def tensors_of(output: Any) -> Iterable[torch.Tensor]:
-    """Every tensor of an output, depth first."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (tuple, list)):
-        for item in output:
-            yield from tensors_of(item)
-    elif isinstance(output, dict) or hasattr(output, "items"):
-        for item in output.values():
-            yield from tensors_of(item)
 
 
 def zeros(structure: Any, batch: int, device: torch.device) -> Any:

@@ -101,7 +101,7 @@ class Preconditioner:
 
 
 class Statistics:
-    """Collects one step's statistics; owned by :class:`~icefrog.runtime.elastic.LayerElastic`.
+    """Collects one step's statistics; owned by :class:`~icefrog.runtime.engine.Engine`.
 
     Args:
         layers: all of them, frozen ones included.

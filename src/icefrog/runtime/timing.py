@@ -45,7 +45,7 @@ def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Re
 
 
 class StepTimer(HookOwner):
-    """Owned by :class:`~icefrog.runtime.elastic.LayerElastic`, which calls :meth:`step_enter` and :meth:`step_exit`."""
+    """Owned by :class:`~icefrog.runtime.engine.Engine`, which calls :meth:`step_enter` and :meth:`step_exit`."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], device: torch.device) -> None:
         self.model = model

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.errors import UserError
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.rules.base import FreezingRule, Hands, Proposal, Situation
+from icefrog.runtime.tensors import tensors_of
 
 
 class Egeria(FreezingRule):
@@ -247,20 +248,13 @@ class Look:
 def _keep_outputs(model: nn.Module, names: list[str], kept: dict[str, torch.Tensor]) -> list[RemovableHandle]:
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensor = _first_tensor(output)
+            tensor = next(tensors_of(output), None)
             if tensor is not None:
                 kept[name] = tensor.detach()
 
         return hook
 
     return [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
-
-
-def _first_tensor(value: Any) -> torch.Tensor | None:
-    if isinstance(value, torch.Tensor):
-        return value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return next((found for item in items if (found := _first_tensor(item)) is not None), None)
 
 
 def similarity_loss(ours: torch.Tensor, theirs: torch.Tensor) -> float:

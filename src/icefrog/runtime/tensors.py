@@ -1,0 +1,30 @@
+"""The tensors in what modules are called with and return: nested lists, tuples and mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor, depth first."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for item in value.values():
+            yield from tensors_of(item)
+
+
+def batch_size(value: Any) -> int:
+    """First dimension of the first tensor that has one above 0; 0 if there is none."""
+    return next((int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.ndim and tensor.shape[0]), 0)
+
+
+def num_bytes(value: Any) -> int:
+    """Of all tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
