@@ -8,12 +8,12 @@ gradient is not finite is skipped on all ranks together; the scale is updated on
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
 from icefrog.errors import UserError
+from icefrog.runtime.callers import callers
 from icefrog.runtime.stepping import StepGate
 from icefrog.runtime.wrapping import World
 
@@ -133,9 +133,7 @@ def refuse_unknown_scaler() -> None:
         UserError: a GradScaler makes this step that LayerElastic was not told of: gradients would be un-scaled once a
             micro-batch, measured at a scale that changes, and skipped steps would count.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame in callers():
         if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
             raise UserError(
                 "a GradScaler is in use that LayerElastic does not know",

@@ -11,7 +11,6 @@ One forward pass runs uncompiled at the start and after each move of the boundar
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from icefrog.errors import UserError
+from icefrog.runtime.callers import callers
 
 
 class CompiledForward:
@@ -81,9 +81,7 @@ def refuse_outer_compile() -> None:
     Raises:
         UserError: the model is called from compiled code, so its hooks are compiled with it.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame in callers():
         if frame.f_code.co_name == "compile_wrapper" and "torch" in frame.f_globals.get("__name__", ""):
             raise UserError(
                 "the model is called from compiled code, with the hooks of LayerElastic in it: it would run uncompiled",

@@ -7,9 +7,9 @@ hooked between two such blocks, so freezing is refused while they are in use; ``
 
 from __future__ import annotations
 
-import sys
-
 from torch.utils.checkpoint import CheckpointFunction
+
+from icefrog.runtime.callers import callers
 
 PROBLEM = "activation checkpointing with use_reentrant=True loses the gradients of what trains behind a frozen prefix"
 FIX = "use_reentrant=False (in Transformers: gradient_checkpointing_kwargs={'use_reentrant': False})"
@@ -17,9 +17,4 @@ FIX = "use_reentrant=False (in Transformers: gradient_checkpointing_kwargs={'use
 
 def in_reentrant_checkpoint() -> bool:
     """Whether a caller of this function is the forward pass of a reentrant checkpoint."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            return True
-    return False
+    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame in callers())
