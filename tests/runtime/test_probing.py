@@ -145,3 +145,20 @@ def test_waiting_for_a_core_is_no_time() -> None:
     assert clock() > first
     clock.close()
     assert clock() > 0
+
+
+def test_a_wait_between_the_clocks_two_readings_is_taken_off_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CoreClock()
+    wall_s, waited_ns, preempted = 10.0, 0, False
+
+    def perf_counter() -> float:
+        nonlocal wall_s, waited_ns, preempted
+        read_s = wall_s
+        if not preempted:  # the core is taken away between the two readings
+            wall_s, waited_ns, preempted = wall_s + 2.0, waited_ns + 2_000_000_000, True
+        return read_s
+
+    monkeypatch.setattr("icefrog.runtime.probing.time.perf_counter", perf_counter)
+    monkeypatch.setattr("icefrog.runtime.probing.os.pread", lambda *_: f"0 {waited_ns} 0".encode())
+    clock._waited = clock._waited or 0  # also where the kernel does not tell
+    assert [clock(), clock()] == [10.0, 10.0]

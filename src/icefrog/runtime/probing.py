@@ -24,6 +24,7 @@ from icefrog.runtime import protocol
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.profiling import SKIPPED_STEPS, PointKey
+from icefrog.runtime.tensors import num_bytes
 from icefrog.runtime.timing import StepTimes
 
 CLOCK_STEPS = 5
@@ -196,10 +197,18 @@ class CoreClock:
 
     def __call__(self) -> float:
         """Seconds; only differences mean something."""
-        now_s = time.perf_counter()
         if self._waited is None:
-            return now_s
-        return now_s - int(os.pread(self._waited, 100, 0).split()[1]) / 1e9
+            return time.perf_counter()
+        waited_ns = self._waited_ns(self._waited)
+        while True:
+            now_s = time.perf_counter()
+            before_ns, waited_ns = waited_ns, self._waited_ns(self._waited)
+            if waited_ns == before_ns:  # else a wait lies between the two readings, and would be taken off twice
+                return now_s - waited_ns / 1e9
+
+    @staticmethod
+    def _waited_ns(schedstat: int) -> int:
+        return int(os.pread(schedstat, 100, 0).split()[1])
 
     def close(self) -> None:
         """It is the wall clock from here on."""
@@ -272,7 +281,7 @@ class LayerClock:
     def _leave_hook(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             if self._inside:
-                self.output_bytes[index] = _num_bytes(output)
+                self.output_bytes[index] = float(num_bytes(output))
 
         return leave
 
@@ -287,14 +296,6 @@ class LayerClock:
         for index, seconds in sums.items():
             self._totals[index].append(seconds)
         self.passes += 1
-
-
-def _num_bytes(output: Any) -> float:
-    """Of the tensors in an output."""
-    if isinstance(output, torch.Tensor):
-        return float(output.numel() * output.element_size())
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return sum(_num_bytes(item) for item in items)
 
 
 def reset_peak(device: torch.device) -> None:
