@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from torch import nn
 
 from icefrog.errors import UserError
+from icefrog.estimate.stages import balanced_split
 from icefrog.runtime.layers import Layer
 
 
@@ -136,24 +137,11 @@ def split(
 
 
 def _balanced(places: Sequence[int], num_layers: int, num_stages: int, layer_costs: Sequence[float]) -> list[int]:
-    """The ``num_stages - 1`` places whose dearest stage costs least: dynamic programming over (stages, places)."""
-    total = np.concatenate([[0.0], np.cumsum(np.asarray(layer_costs, dtype=np.float64))])
+    """The ``num_stages - 1`` places whose dearest stage costs least; what lies between two places stays together."""
     edges = [0, *places, num_layers]
-    # best[j]: (cost of the dearest stage, edges chosen) of the first stages ending at edges[j].
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for stage in range(num_stages):
-        last = stage == num_stages - 1
-        following: dict[int, tuple[float, list[int]]] = {}
-        for end in [len(edges) - 1] if last else range(stage + 1, len(edges) - 1):
-            options = [
-                (max(cost, float(total[edges[end]] - total[edges[begin]])), [*chosen, edges[end]])
-                for begin, (cost, chosen) in best.items()
-                if begin < end
-            ]
-            if options:
-                following[end] = min(options)
-        best = following
-    return best[len(edges) - 1][1][:-1]
+    runs = [sum(layer_costs[begin:end]) for begin, end in pairwise(edges)]
+    counts = balanced_split(runs, num_stages)
+    return [edges[cut] for cut in accumulate(counts[:-1])]
 
 
 def release(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
