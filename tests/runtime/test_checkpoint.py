@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic, Stopped, protocol
-from icefrog.runtime.checkpoint import CheckpointStore, load, load_optimizer_state, optimizer_state
+from icefrog.runtime.checkpoint import CheckpointStore, load
+from icefrog.runtime.named_state import load_optimizer_state, optimizer_state
 
 SAMPLES = 64
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from two_ranks import Ranks
 
 from icefrog.runtime import sharded
-from icefrog.runtime.checkpoint import CheckpointStore, load_optimizer_state, optimizer_state
+from icefrog.runtime.checkpoint import CheckpointStore
 from icefrog.runtime.hostcopy import HostCopy
+from icefrog.runtime.named_state import load_optimizer_state, optimizer_state
 from icefrog.runtime.sharded import ShardedStore, ShardedWriteError, split
 
 

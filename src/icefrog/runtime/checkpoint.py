@@ -1,4 +1,4 @@
-"""Checkpoints on disk: atomic, verified by a digest, the last two kept; optimizer state keyed by parameter name.
+"""Checkpoints on disk: atomic, verified by a digest, the last two kept; the states of random generators.
 
 A checkpoint is two files: ``NNNNNNNN.pt`` (tensors and plain values, loadable with ``weights_only=True``) and
 ``NNNNNNNN.json`` (its SHA-256, size and a summary). The second is written last: without it, or when the digest does not
@@ -15,15 +15,11 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import nn
-
-from icefrog.errors import UserError
 
 KEEP = 2
 # Seven counted digits behind a zero, so that a date (20231231.json) is not taken for ours.
@@ -176,68 +172,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state with parameter names in place of positions.
-
-    Parameters that are not of the model (a learned loss weight) are named by group and position.
-    """
-    names = _names(model, optimizer)
-    packed = optimizer.state_dict()
-    groups = []
-    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**settings, "params": [names[id(param)] for param in live["params"]]})
-    by_index = dict(_indexed(packed, optimizer))
-    state = {names[id(param)]: packed["state"][index] for index, param in by_index.items() if index in packed["state"]}
-    return {"groups": groups, "state": state}
-
-
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Restore by name, whatever the order of parameters in the groups is now.
-
-    Raises:
-        UserError: the groups hold other parameters than when it was saved.
-    """
-    names = _names(model, optimizer)
-    now = [{names[id(param)] for param in group["params"]} for group in optimizer.param_groups]
-    then = [set(group["params"]) for group in saved["groups"]]
-    if now != then:
-        odd = sorted(set().union(*now) ^ set().union(*then))
-        what = f"{', '.join(odd[:5])}" if odd else "the same parameters in other groups"
-        raise UserError(
-            f"the optimizer's parameter groups differ from the checkpoint's: {what}",
-            "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
-        )
-    packed = optimizer.state_dict()
-    groups = [
-        {**{key: value for key, value in old.items() if key != "params"}, "params": group["params"]}
-        for old, group in zip(saved["groups"], packed["param_groups"], strict=True)
-    ]
-    # Copies: PyTorch takes the tensors themselves, the optimizer would change them, and a state may be loaded twice.
-    state = {
-        index: {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in saved["state"][names[id(param)]].items()
-        }
-        for index, param in _indexed(packed, optimizer)
-        if names[id(param)] in saved["state"]
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _indexed(packed: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
-        yield from zip(group["params"], live["params"], strict=True)
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    names = {id(param): name for name, param in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            names.setdefault(id(param), f"extra.{number}.{position}")
-    return names
 
 
 def rng_state() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Pipelined, Replicated, Sharded
-from icefrog.runtime import checkpoint
+from icefrog.runtime import named_state
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.statistics import Source, Statistics
@@ -197,7 +197,7 @@ class Parallel:
 
     def held_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The same of the optimizer, keyed by parameter name; groups name all parameters."""
-        return checkpoint.optimizer_state(self.model, optimizer)
+        return named_state.optimizer_state(self.model, optimizer)
 
     # --- whole states, on the CPU if they had to be gathered
 
@@ -215,9 +215,9 @@ class Parallel:
         self.world.share_buffers(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Whole, keyed by parameter name: :func:`checkpoint.optimizer_state`. Collective where :attr:`sharded`."""
-        return checkpoint.optimizer_state(self.model, optimizer)
+        """Whole, keyed by parameter name: :func:`named_state.optimizer_state`. Collective where :attr:`sharded`."""
+        return named_state.optimizer_state(self.model, optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Inverse of :meth:`optimizer_state`, whatever kind made it, and of :meth:`held_optimizer_state`."""
-        checkpoint.load_optimizer_state(self.model, optimizer, state)
+        named_state.load_optimizer_state(self.model, optimizer, state)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from icefrog.errors import UserError
 from icefrog.profile import Sharded
-from icefrog.runtime import checkpoint
+from icefrog.runtime import named_state
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel.base import Parallel
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(Parallel):
             name: {key: _sliced(value, params.get(name)) for key, value in entry.items()}
             for name, entry in state["state"].items()
         }
-        checkpoint.load_optimizer_state(self.model, optimizer, {**state, "state": sliced})
+        named_state.load_optimizer_state(self.model, optimizer, {**state, "state": sliced})
 
     def close(self) -> None:
         """The model stays split over the ranks, and trains on as FSDP trains it."""

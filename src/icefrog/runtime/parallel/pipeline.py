@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from icefrog.errors import UserError
 from icefrog.profile import Pipelined
-from icefrog.runtime import checkpoint
+from icefrog.runtime import named_state
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel import chain
 from icefrog.runtime.parallel.base import Parallel
@@ -348,14 +348,14 @@ class Pipeline(Parallel):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Groups as they are, and the state of all stages' parameters."""
-        packed = checkpoint.optimizer_state(self.model, optimizer)
+        packed = named_state.optimizer_state(self.model, optimizer)
         return {"groups": packed["groups"], "state": self._merge(packed["state"])}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Groups, and the state of this rank's parameters (and of those outside the model)."""
         names = {name for name, _ in self.model.named_parameters()}
         mine = {name: value for name, value in state["state"].items() if name in self._held or name not in names}
-        checkpoint.load_optimizer_state(self.model, optimizer, {"groups": state["groups"], "state": mine})
+        named_state.load_optimizer_state(self.model, optimizer, {"groups": state["groups"], "state": mine})
 
 
 def _on_cpu(value: Any) -> Any:

@@ -1,0 +1,73 @@
+"""An optimizer's state by parameter name, so that it survives another order of parameters and another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state with parameter names in place of positions.
+
+    Parameters that are not of the model (a learned loss weight) are named by group and position.
+    """
+    names = _names(model, optimizer)
+    packed = optimizer.state_dict()
+    groups = []
+    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**settings, "params": [names[id(param)] for param in live["params"]]})
+    by_index = dict(_indexed(packed, optimizer))
+    state = {names[id(param)]: packed["state"][index] for index, param in by_index.items() if index in packed["state"]}
+    return {"groups": groups, "state": state}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore by name, whatever the order of parameters in the groups is now.
+
+    Raises:
+        UserError: the groups hold other parameters than when it was saved.
+    """
+    names = _names(model, optimizer)
+    now = [{names[id(param)] for param in group["params"]} for group in optimizer.param_groups]
+    then = [set(group["params"]) for group in saved["groups"]]
+    if now != then:
+        odd = sorted(set().union(*now) ^ set().union(*then))
+        what = f"{', '.join(odd[:5])}" if odd else "the same parameters in other groups"
+        raise UserError(
+            f"the optimizer's parameter groups differ from the checkpoint's: {what}",
+            "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
+        )
+    packed = optimizer.state_dict()
+    groups = [
+        {**{key: value for key, value in old.items() if key != "params"}, "params": group["params"]}
+        for old, group in zip(saved["groups"], packed["param_groups"], strict=True)
+    ]
+    # Copies: PyTorch takes the tensors themselves, the optimizer would change them, and a state may be loaded twice.
+    state = {
+        index: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in saved["state"][names[id(param)]].items()
+        }
+        for index, param in _indexed(packed, optimizer)
+        if names[id(param)] in saved["state"]
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _indexed(packed: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    for group, live in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(group["params"], live["params"], strict=True)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            names.setdefault(id(param), f"extra.{number}.{position}")
+    return names
