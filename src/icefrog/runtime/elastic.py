@@ -17,7 +17,8 @@ from icefrog.runtime import checkpoint, saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider
-from icefrog.runtime.decision import Decision, Stopped
+from icefrog.runtime.decision import Decision
+from icefrog.runtime.ending import Ending
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.goal import Goal
 from icefrog.runtime.keeper import DueSave, Keeper, open_store
@@ -140,7 +141,6 @@ class LayerElastic:
         if self._scaler is not None:
             self._scaler.attach(self._gate)
             self._registered["grad_scaler"] = self._scaler
-        self._on_stop, self._stopping = on_stop, False
         self._due: DueSave | None = None
         self._engine.before_step = self._before_step
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
@@ -148,7 +148,7 @@ class LayerElastic:
         sharded = spread.sharded and self._world.size > 1
         self._store = open_store(folder, sharded=sharded) if folder is not None else None
         self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
-        self._finished = False
+        self._ending = Ending(self._goal, self._reporter, self._keeper, self._world, on_stop)
         self._probe = Probe(probe, self._engine, self.agent.write_probed) if probe else None
         self.stepped = False
         """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
@@ -318,7 +318,7 @@ class LayerElastic:
                     )
         finally:
             self._keeper.join()  # left by `break` as well
-        self._finish()
+        self._ending.reached(self._at)
 
     def begin(self, max_epochs: int) -> None:
         """Collective. What :meth:`epochs` does before its first epoch, for a loop that is not yours; resumes.
@@ -372,7 +372,7 @@ class LayerElastic:
         decision = self._decide()
         self._save()
         if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
-            self._leave()
+            self._ending.leave(self._at)
         return decision
 
     def _on_micro(self, micro: int) -> None:
@@ -411,10 +411,10 @@ class LayerElastic:
         self._engine.prepare(at.cursor)
         self._keeper.tell()
         if self._probe is not None and self._probe.stepped(at.samples_per_epoch):
-            self._leave()
+            self._ending.leave(self._at)
         every = self.checkpoint_every_steps
-        if agreed.stop and self._on_stop is not None:
-            self._leave()
+        if agreed.stop and self._ending.on_stop is not None:
+            self._ending.leave(self._at)
         elif agreed.stop or (self.stepped and every and at.step % every == 0):
             self._due = DueSave(agreed.stop, checkpoint.rng_state())
         return result
@@ -425,7 +425,7 @@ class LayerElastic:
         if due is not None:
             self._save(due.rng)
             if due.stop:
-                self._leave()
+                self._ending.leave(self._at)
             self._engine.timer.reset()
 
     def _at_rate(self, real_step: Callable[[], Any]) -> Any:
@@ -497,34 +497,9 @@ class LayerElastic:
             warnings.warn(message, stacklevel=3)
             self._reporter.warned(message)
 
-    def _leave(self) -> None:
-        if self._on_stop is not None:
-            self._stopping = True
-            self._on_stop()
-            return
-        self._keeper.wait()
-        self._reporter.stopped(self._at)
-        self._world.close()
-        raise Stopped
-
-    def _finish(self) -> None:
-        outcome = self.outcome
-        if outcome is None or self._finished:
-            return
-        self._finished = True
-        self._keeper.wait()
-        self._reporter.finished(self._at, outcome)
-
     def finish(self) -> None:
         """The loop is over by a rule of its own, after :meth:`begin`: report that the job has ended, or left as asked to."""
-        if self._finished:
-            return
-        self._finished = True
-        self._keeper.wait()
-        if self._stopping:
-            self._reporter.stopped(self._at)
-        else:
-            self._reporter.finished(self._at, self.outcome or ("completed" if self.target is None else "target_missed"))
+        self._ending.finish(self._at)
 
     def saved(self, path: Path) -> None:
         """Report a checkpoint that other code wrote."""
