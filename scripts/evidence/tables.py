@@ -58,7 +58,8 @@ def tables(rows: list[Row]) -> str:
         moves = [str(depth) for i, depth in enumerate(depths) if i == 0 or depth != depths[i - 1]]
         mark = "" if row["reached"] else " (missed)"
         lines.append(
-            f"| {task} | {arm} | {seed} | {row['cpu_s']:.1f}{mark} | {row['steps']} | {row['accuracy']:.3f} | {' '.join(moves)} |"
+            f"| {task} | {arm} | {seed} | {row['cpu_s']:.1f}{mark} | {row['steps']} | {row['accuracy']:.3f} | "
+            f"{' '.join(moves)} |"
         )
     return "\n".join(lines) + "\n"
 
