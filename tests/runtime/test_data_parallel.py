@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from two_ranks import Ranks
 
+from icefrog.errors import UserError
 from icefrog.runtime import DivergenceError, LayerElastic, Stopped, protocol
 
 SAMPLES, BATCH = 61, 16  # the last global batch is smaller, and uneven over two ranks
@@ -317,3 +318,30 @@ def drifted_outside_the_layers() -> str:
 
 def test_ranks_that_differ_in_a_parameter_outside_all_layers_are_noticed(ranks: Ranks) -> None:
     assert all("frozen by you" in found for found in ranks.run(drifted_outside_the_layers))
+
+
+def moved_between_forward_and_backward(looked_only: bool) -> str:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none")
+    x, y = models.data()
+    share = slice(elastic.rank, None, 2)
+    found = "trained"
+    try:
+        loss = nn.functional.cross_entropy(elastic.model(x[share]), y[share])
+        elastic.freeze(1)
+        if looked_only:  # the first pass was a look at the loss, without torch.no_grad()
+            loss = nn.functional.cross_entropy(elastic.model(x[share]), y[share])
+        loss.backward()
+        optimizer.step()
+        elastic.end_epoch()
+    except UserError as error:
+        found = str(error)
+    elastic.close()
+    return found
+
+
+def test_a_boundary_moved_between_forward_and_backward_is_refused_where_ranks_would_diverge(ranks: Ranks) -> None:
+    assert ranks.run(moved_between_forward_and_backward, True) == ["trained"] * 2
+    for found in ranks.run(moved_between_forward_and_backward, False):
+        assert "moved between a forward pass and its backward" in found

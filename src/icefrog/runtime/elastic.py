@@ -33,7 +33,7 @@ from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
-from icefrog.runtime.stepping import StepGate
+from icefrog.runtime.stepping import StepGate, refuse_optimizer
 from icefrog.runtime.wrapping import World, refuse_wrapped
 from icefrog.spec import Target
 
@@ -81,7 +81,7 @@ class LayerElastic:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        layers: Sequence[nn.Module | str | Sequence[nn.Module]] | None = None,
+        layers: Sequence[nn.Module | str | Sequence[nn.Module | str]] | None = None,
         *,
         target: Target | None = None,
         samples_per_epoch: int | None = None,
@@ -106,6 +106,7 @@ class LayerElastic:
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         refuse_wrapped(model)
+        refuse_optimizer(model, optimizer)
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
         probe = grant.probe if grant else None
@@ -129,7 +130,7 @@ class LayerElastic:
         )
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
-        self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step)
+        self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step, self._engine.forget_passes)
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         self._decider = Decider(
             self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
@@ -149,6 +150,7 @@ class LayerElastic:
         self._store = open_store(folder, sharded=sharded) if folder is not None else None
         self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
         self._ending = Ending(self._goal, self._reporter, self._keeper, self._world, on_stop)
+        self._begun, self._trained = False, False
         self._probe = Probe(probe, self._engine, self.agent.write_probed) if probe else None
         self.stepped = False
         """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
@@ -269,6 +271,7 @@ class LayerElastic:
         self.note_loss(loss)
         return loss
 
+    @torch.inference_mode(False)  # validation may be around it
     def freeze(self, frozen_layers: int) -> None:
         """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
 
@@ -300,21 +303,29 @@ class LayerElastic:
         P0 = ``max_epochs`` x samples per epoch: with layers frozen that takes more than ``max_epochs`` epochs.
 
         Raises:
-            UserError: an epoch ended without :meth:`end_epoch`, or ``max_epochs`` < 1.
+            UserError: an epoch ended without a step or without :meth:`end_epoch`, or with two; or ``max_epochs`` < 1.
         """
         self.begin(max_epochs)
         try:
             while self.outcome is None:
                 epoch = self._at.epoch
-                if self._engine.sampler is not None:
-                    self._engine.sampler.seek(epoch, self._at.cursor)
-                self._engine.timer.reset()
-                self._engine.prepare(self._at.cursor)
+                self._trained = self._at.epoch_samples > 0  # of an epoch that goes on, nothing may be left
+                self._enter_epoch()
                 yield epoch
                 if self._at.epoch == epoch:
                     raise UserError(
                         f"epoch {epoch} ended without elastic.end_epoch()",
                         "call elastic.end_epoch(metric=...) as the last line of the epoch loop",
+                    )
+                if self._at.epoch > epoch + 1:
+                    raise UserError(
+                        f"elastic.end_epoch() was called {self._at.epoch - epoch} times in epoch {epoch}",
+                        "call it once, as the last line; elastic.decide(metric) is for validation in mid-epoch",
+                    )
+                if not self._trained:
+                    raise UserError(
+                        f"epoch {epoch} ended without an optimizer.step()",
+                        "the loader gave no batch: one that can be gone through only once (a generator) is used up",
                     )
         finally:
             self._keeper.join()  # left by `break` as well
@@ -323,22 +334,41 @@ class LayerElastic:
     def begin(self, max_epochs: int) -> None:
         """Collective. What :meth:`epochs` does before its first epoch, for a loop that is not yours; resumes.
 
+        Called again, training goes on from where it is, not from the newest checkpoint.
+
         Raises:
             UserError: ``max_epochs`` < 1.
         """
         if max_epochs < 1:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
         self._goal.max_epochs = max_epochs
-        resumed = self._resume() or self._at.step > 0
+        if self._begun and self._at.epoch_samples > 0:  # the last loop was left in mid-epoch
+            self._gate.restart()
+            self._engine.abandon()
+            self._repeat_epoch()
+        resumed = (not self._begun and self._resume()) or self._at.step > 0
+        self._begun = True
         self._decider.start(self._at)
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+
+    def _enter_epoch(self) -> None:
+        if self._engine.sampler is not None:
+            self._engine.sampler.seek(self._at.epoch, self._at.cursor)
+        self._engine.timer.reset()
+        self._engine.prepare(self._at.cursor)
+
+    def _repeat_epoch(self) -> None:
+        """Only the elastic sampler can go on in the middle of an epoch."""
+        if self._engine.sampler is None:
+            self._at.epoch_samples = 0
 
     def _decide(self) -> Decision:
         decision = self._decider.decide(self._at, self.profile)
         self._warn_of([])
         return decision
 
+    @torch.inference_mode(False)  # validation may be around it
     def decide(self, metric: float | None = None) -> Decision:
         """Collective. Decide the boundary in mid-epoch, where validation is more frequent than epochs.
 
@@ -350,6 +380,7 @@ class LayerElastic:
         self._engine.timer.reset()
         return decision
 
+    @torch.inference_mode(False)  # validation may be around it
     def end_epoch(self, metric: float | None = None) -> Decision:
         """Collective. Close the epoch: decide the boundary, save, report.
 
@@ -369,14 +400,22 @@ class LayerElastic:
         at.metric = self._decider.see_metric(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
+        if not self._begun:
+            self._begun = True
+            self._warn(
+                "end_epoch() without elastic.epochs(): nothing is resumed, and how long training will be is not known "
+                "(the tuner stays in its warm-up); write `for epoch in elastic.epochs(max_epochs)`, or call "
+                "elastic.begin(max_epochs) before the loop"
+            )
         decision = self._decide()
+        self._enter_epoch()
         self._save()
         if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
             self._ending.leave(self._at)
         return decision
 
     def _on_micro(self, micro: int) -> None:
-        self.stepped = False
+        self.stepped, self._trained = False, True
         if self._scaler is None and self._at.step == 0:
             refuse_unknown_scaler()
         self._engine.micro_step(micro, self._at.cursor)
@@ -481,8 +520,7 @@ class LayerElastic:
         if state is None:
             return False
         self.load_state_dict(state)
-        if self._engine.sampler is None:
-            self._at.epoch_samples = 0  # the interrupted epoch is repeated
+        self._repeat_epoch()
         return True
 
     # --- reports

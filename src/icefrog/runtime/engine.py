@@ -65,7 +65,7 @@ class Engine(HookOwner):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        given: Sequence[nn.Module | str | Sequence[nn.Module]] | None,
+        given: Sequence[nn.Module | str | Sequence[nn.Module | str]] | None,
         world: World,
         parallel: Parallel,
         options: EngineOptions,
@@ -88,6 +88,7 @@ class Engine(HookOwner):
         self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
         self._passes = 1  # backward passes of the micro-step
         self._counted = True  # the last forward pass belongs to a micro-step that is over
+        self._cut_off = False  # communication was rebuilt behind that pass's forward, and before its backward
         self._unit = 0  # samples of the micro-step whose gradient has weight 1 in the accumulated one
         self._units = 0  # sum over the micro-steps since the last optimizer step
         self._step_samples = 0
@@ -224,6 +225,8 @@ class Engine(HookOwner):
     def _move(self, frozen_layers: int) -> bool:
         if frozen_layers == self.freezer.frozen_layers:
             return False
+        rebuilds = self.parallel.num_replicas > 1 and not self.parallel.sharded
+        self._cut_off = rebuilds and not self._counted and not self.timer.backward_ran
         self.noticed += self.put_right()
         self.check_in_step()
         self.freezer.set_boundary(frozen_layers)
@@ -318,9 +321,15 @@ class Engine(HookOwner):
                     f"several backward passes before one optimizer.step(), with accum_steps={self.options.accum_steps}",
                     "call optimizer.step() after each backward pass: every k-th call steps, on the average",
                 )
-        first, self._seen, self._counted = self._counted, samples, False
+        first, self._seen, self._counted, self._cut_off = self._counted, samples, False, False
         if first and self.sampler is None and self.options.accum_steps > 1:
             self._weigh(samples)
+
+    def forget_passes(self) -> None:
+        """``zero_grad``: backward passes that no optimizer step followed (a batch left out, a first look) do not count."""
+        self._passed, self._passes = 0, 1
+        if self.timer.backward_ran:  # else it is called between the forward pass and its backward
+            self._counted = True
 
     def _weigh(self, samples: int) -> None:
         """A micro-step begins whose size nobody told before (a loader of the user's own): every sample counts the same."""
@@ -407,7 +416,16 @@ class Engine(HookOwner):
     # --- steps
 
     def micro_step(self, micro: int, cursor: int) -> None:
-        """A micro-step's backward is over."""
+        """A micro-step's backward is over.
+
+        Raises:
+            UserError: the boundary moved between its forward and its backward pass, so ranks did not average gradients.
+        """
+        if self._cut_off:
+            raise UserError(
+                "the boundary moved between a forward pass and its backward pass: that one was not synchronised",
+                "call freeze(), decide() and end_epoch() before the forward pass, or after optimizer.step()",
+            )
         self._seen, self._passed, self._counted = self._passed + self._seen, 0, True
         samples = self._micro_samples(micro, cursor)
         self.micro = (micro + 1) % self.options.accum_steps

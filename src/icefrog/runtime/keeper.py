@@ -130,7 +130,7 @@ class Keeper:
             assert self.store is not None
             raise UserError(
                 f"the last checkpoint could not be written: {error}",
-                f"make room in {self.store.folder}; the checkpoint before it is still there",
+                f"make room in {self.store.folder}, or make it writable; the checkpoint before it is still there",
             ) from error
 
     def join(self) -> None:

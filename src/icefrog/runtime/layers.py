@@ -156,7 +156,7 @@ def _storage_key(param: nn.Parameter) -> object:
     return (param.device, pointer) if pointer and param.numel() else id(param)
 
 
-def layers_from_user(model: nn.Module, given: Sequence[nn.Module | str | Sequence[nn.Module]]) -> list[Layer]:
+def layers_from_user(model: nn.Module, given: Sequence[nn.Module | str | Sequence[nn.Module | str]]) -> list[Layer]:
     """Layers as the user lists them in forward order: modules, names, or lists of modules for one layer.
 
     Trainable parameters outside every given layer join the next given one in registration order (the last one at the end).
@@ -197,12 +197,12 @@ def layers_from_user(model: nn.Module, given: Sequence[nn.Module | str | Sequenc
     return layers
 
 
-def _as_modules(item: nn.Module | str | Sequence[nn.Module], by_name: dict[str, nn.Module]) -> list[nn.Module]:
+def _as_modules(item: nn.Module | str | Sequence[nn.Module | str], by_name: dict[str, nn.Module]) -> list[nn.Module]:
     if isinstance(item, str):
         if item not in by_name:
             raise UserError(f"the model has no module named {item!r}", f"names are: {', '.join(by_name)[:300]}")
         return [by_name[item]]
-    return [item] if isinstance(item, nn.Module) else list(item)
+    return [item] if isinstance(item, nn.Module) else [root for part in item for root in _as_modules(part, by_name)]
 
 
 def forward_order(pieces: Sequence[Piece], called: Sequence[int]) -> list[Piece]:

@@ -31,7 +31,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
     """Restore by name, whatever the order of parameters in the groups is now.
 
     Raises:
-        UserError: the groups hold other parameters than when it was saved.
+        UserError: the groups hold other parameters than when it was saved, or it was another kind of optimizer.
     """
     names = _names(model, optimizer)
     now = [{names[id(param)] for param in group["params"]} for group in optimizer.param_groups]
@@ -41,6 +41,12 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
         what = f"{', '.join(odd[:5])}" if odd else "the same parameters in other groups"
         raise UserError(
             f"the optimizer's parameter groups differ from the checkpoint's: {what}",
+            "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
+        )
+    lacking = sorted(set(optimizer.defaults).difference(*saved["groups"]))
+    if lacking:
+        raise UserError(
+            f"the checkpoint is of another kind of optimizer: {type(optimizer).__name__} wants {', '.join(lacking)}",
             "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
         )
     packed = optimizer.state_dict()

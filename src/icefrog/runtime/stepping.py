@@ -10,8 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from icefrog.errors import UserError
+
+_MARK = "_of_layer_elastic"
+
+
+def refuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError for an optimizer that is in use by another LayerElastic, or that trains nothing of the model."""
+    if hasattr(vars(optimizer).get("step"), _MARK):
+        raise UserError(
+            "the optimizer belongs to another LayerElastic already",
+            "call close() on that one first, or make model and optimizer anew (re-running a notebook's cell, too)",
+        )
+    own = {id(param) for param in model.parameters()}
+    if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+        raise UserError(
+            "the optimizer holds no parameter of the model",
+            "make it from model.parameters() of this very model, after model.to(...) and before LayerElastic",
+        )
 
 
 class StepGate:
@@ -23,6 +41,7 @@ class StepGate:
         on_micro: called after each micro-step's backward, with its index 0..k-1.
         on_step: called at each step boundary with the real step as a function; returns what ``step`` returns. None instead
             of a function: the gradient is not finite (mixed precision), and there is no step.
+        on_zero: called at each ``zero_grad`` that is not in the middle of an accumulation.
     """
 
     def __init__(
@@ -31,6 +50,7 @@ class StepGate:
         accum_steps: int,
         on_micro: Callable[[int], None],
         on_step: Callable[[Callable[[], Any] | None], Any],
+        on_zero: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer = optimizer
         self.accum_steps = accum_steps
@@ -50,7 +70,9 @@ class StepGate:
         def zero_grad(_optimizer: Any, *args: Any, **kwargs: Any) -> None:
             if self.micro == 0:  # in the middle of an accumulation the gradients are still needed
                 self._zero_grad(*args, **kwargs)
+                on_zero()
 
+        setattr(step, _MARK, True)  # LR schedulers wrap it and keep the mark
         if hasattr(self._step, "_wrapped_by_lr_sched"):  # else a scheduler made before us warns without cause
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         # Bound methods, since LR schedulers wrap ``step.__func__``.

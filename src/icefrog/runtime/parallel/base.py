@@ -210,8 +210,17 @@ class Parallel:
 
         Buffers are rank 0's on all ranks: each may have given the state it saved itself, with normalisation statistics of
         its own, which would make a frozen layer another function on each rank.
+
+        Raises:
+            UserError: names or shapes are not those of the model.
         """
-        self.model.load_state_dict(state)
+        try:
+            self.model.load_state_dict(state)
+        except RuntimeError as error:
+            raise UserError(
+                f"the checkpoint is of another model: {error}",
+                "resume with the model that wrote it, or start in an empty checkpoint folder",
+            ) from error
         self.world.share_buffers(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

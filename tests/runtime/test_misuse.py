@@ -1,0 +1,205 @@
+"""Loops that use the three lines in other ways than the documents say: told what is wrong, or right all the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+from icefrog.runtime import LayerElastic
+
+
+def made(optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> LayerElastic:
+    model = models.mlp()
+    return LayerElastic(model, optimizer(model.parameters(), lr=1e-2), rule="none", env={}, **options)
+
+
+def backward(elastic: LayerElastic, batch: int = 16, first: int = 0) -> None:
+    x, y = models.data()
+    nn.functional.cross_entropy(elastic.model(x[first : first + batch]), y[first : first + batch]).backward()
+
+
+def steps(elastic: LayerElastic, number: int = 2) -> None:
+    for _ in range(number):
+        backward(elastic)
+        elastic.optimizer.step()
+        elastic.optimizer.zero_grad()
+
+
+def test_a_loop_without_epochs_is_told_once() -> None:
+    elastic = made()
+    steps(elastic)
+    with pytest.warns(UserWarning, match=r"end_epoch\(\) without elastic.epochs\(\)"):
+        elastic.end_epoch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(elastic)
+        elastic.end_epoch()
+
+
+def test_a_loop_of_ones_own_behind_begin_is_told_nothing_and_gets_a_new_order_each_epoch() -> None:
+    elastic = made(global_batch=16)
+    sampler = elastic.sampler(64)
+    x, y = models.data()
+    orders = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elastic.begin(3)
+        for _ in range(3):
+            order = list(sampler)
+            for places in order:
+                nn.functional.cross_entropy(elastic.model(x[places]), y[places]).backward()
+                elastic.optimizer.step()
+                elastic.optimizer.zero_grad()
+            orders.append(order)
+            elastic.end_epoch()
+    assert orders[0] != orders[1] != orders[2]
+    assert elastic.outcome == "completed"
+
+
+def test_a_loader_that_is_used_up_ends_with_an_error_and_not_in_endless_epochs() -> None:
+    elastic = made()
+
+    def once() -> Iterator[int]:
+        yield from range(3)
+
+    loader = once()
+
+    def loop() -> None:
+        for _ in elastic.epochs(3):
+            for _ in loader:
+                steps(elastic, 1)
+            elastic.end_epoch()
+
+    with pytest.raises(UserError, match=r"epoch 1 ended without an optimizer\.step"):
+        loop()
+
+
+def test_an_epoch_ended_twice() -> None:
+    elastic = made()
+
+    def loop() -> None:
+        for _ in elastic.epochs(3):
+            steps(elastic)
+            elastic.end_epoch()
+            elastic.end_epoch()
+
+    with pytest.raises(UserError, match=r"end_epoch\(\) was called 2 times in epoch 0"):
+        loop()
+
+
+def test_a_batch_left_out_after_its_backward_pass_counts_nothing() -> None:
+    elastic = made()
+    for _ in elastic.epochs(1):
+        for place in range(4):
+            backward(elastic, first=16 * place)
+            if place != 1:  # its loss was not finite, say
+                elastic.optimizer.step()
+            elastic.optimizer.zero_grad()
+        elastic.end_epoch()
+    assert elastic.effective_samples == 48
+
+
+def test_zero_grad_between_forward_and_backward_changes_no_count() -> None:
+    elastic = made()
+    x, y = models.data()
+    for _ in range(2):
+        loss = nn.functional.cross_entropy(elastic.model(x), y)
+        elastic.optimizer.zero_grad()
+        loss.backward()
+        elastic.optimizer.step()
+    assert elastic.effective_samples == 128
+
+
+def test_gradients_put_in_place_by_hand_after_zero_grad_are_a_step_of_the_batch() -> None:
+    elastic = made()
+    backward(elastic)
+    kept = [param.grad.clone() for param in elastic.model.parameters() if param.grad is not None]
+    elastic.optimizer.zero_grad()
+    for param, grad in zip(elastic.model.parameters(), kept, strict=True):
+        param.grad = grad
+    elastic.optimizer.step()
+    assert elastic.effective_samples == 16
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_the_boundary_moves_inside_a_block_of_validation(context: Any) -> None:
+    elastic = made()
+    depths = []
+    for epoch in elastic.epochs(3):
+        steps(elastic)
+        with context():
+            elastic.model(models.data()[0])
+            elastic.end_epoch(0.5)
+            elastic.freeze(1 - epoch % 2)
+        depths.append(elastic.frozen_layers)
+    assert depths[:3] == [1, 0, 1]
+
+
+def test_a_second_loop_goes_on_from_memory_not_from_the_checkpoint(tmp_path: Path) -> None:
+    elastic = made(checkpoint_dir=tmp_path)
+    for epoch in elastic.epochs(4):
+        steps(elastic)
+        if epoch == 1:
+            break  # or Ctrl-C in a notebook
+        elastic.end_epoch()
+    with torch.no_grad():
+        for param in elastic.model.parameters():
+            param.zero_()
+    done = elastic.effective_samples
+    for epoch in elastic.epochs(4):
+        assert epoch == 1
+        assert elastic.effective_samples == done == 64
+        assert not any(param.any() for param in elastic.model.parameters())
+        break
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(UserError, match="holds no parameter of the model"):
+        LayerElastic(models.mlp(), torch.optim.Adam(models.mlp().parameters()), env={})
+
+
+def test_an_optimizer_is_given_to_one_layer_elastic_at_a_time() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    first = LayerElastic(model, optimizer, env={})
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
+    with pytest.raises(UserError, match="belongs to another LayerElastic"):
+        LayerElastic(model, optimizer, env={})
+    first.close()
+    LayerElastic(model, optimizer, env={})
+
+
+def test_names_may_be_grouped_into_layers() -> None:
+    model = models.mlp()
+    elastic = LayerElastic(model, torch.optim.Adam(model.parameters()), layers=[["0", "1"], [model[2], "3"]], env={})
+    assert [len(layer.params) for layer in elastic.layers] == [4, 4]
+
+
+def checkpointed(folder: Path) -> None:
+    elastic = made(checkpoint_dir=folder)
+    for _ in elastic.epochs(1):
+        steps(elastic)
+        elastic.end_epoch()
+    elastic.close()
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+    checkpointed(tmp_path)
+    with pytest.raises(UserError, match="another kind of optimizer: SGD wants dampening, momentum"):
+        made(torch.optim.SGD, checkpoint_dir=tmp_path).begin(2)
+
+
+def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path) -> None:
+    checkpointed(tmp_path)
+    model = models.mlp(dim=7)
+    elastic = LayerElastic(model, torch.optim.Adam(model.parameters()), checkpoint_dir=tmp_path, env={})
+    with pytest.raises(UserError, match="the checkpoint is of another model"):
+        elastic.begin(2)
