@@ -34,8 +34,11 @@ class StepSizes:
 class ElasticSampler(Sampler[list[int]]):
     """Use as ``DataLoader(dataset, batch_sampler=elastic.sampler(len(dataset)))``.
 
-    The last global batch of an epoch may be smaller; with fewer samples than there are ranks x micro-steps it is joined to
-    the one before, so that no rank ever steps on nothing.
+    An epoch takes ceil(N / M) steps of M samples; where the last would be smaller than M / 2, it and the one before are of
+    equal size. So a job that is resized in mid-epoch, wherever that is, has at least M / 2 samples left to deal, and every
+    sample comes exactly once at up to M / 2 ranks x micro-steps. Beyond that (or where M itself changed in mid-epoch) a
+    resize can leave fewer samples than ranks x micro-steps: those are left out of that epoch, since no rank can step on
+    nothing.
 
     Args:
         num_samples: N, samples of the dataset.
@@ -81,9 +84,14 @@ class ElasticSampler(Sampler[list[int]]):
 
     def next_size(self, cursor: int) -> int:
         """Samples of the optimizer step that starts at ``cursor``; 0 at the end of the epoch."""
-        left = self.num_samples - cursor
-        rest = left - self.global_batch
-        return left if rest < self.world_size * self.accum_steps else self.global_batch
+        left, batch, parts = self.num_samples - cursor, self.global_batch, self.world_size * self.accum_steps
+        if left < parts:
+            return 0
+        if left <= batch:
+            return left
+        if 2 * left >= 3 * batch and left - batch >= parts:
+            return batch
+        return left - left // 2 if left // 2 >= parts else left  # two equal steps; too small for so many parts: one
 
     def step_sizes(self, cursor: int) -> StepSizes:
         """How the step at ``cursor`` is dealt: near-equal parts."""
@@ -100,7 +108,7 @@ class ElasticSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
         cursor = self.cursor
-        while cursor < self.num_samples:
+        while self.next_size(cursor):
             for row in self.step_sizes(cursor).sizes:
                 start = cursor + sum(row[: self.rank])
                 yield order[start : start + row[self.rank]].tolist()
@@ -109,7 +117,7 @@ class ElasticSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Micro-batches that this rank still yields in the epoch."""
         cursor, steps = self.cursor, 0
-        while cursor < self.num_samples:
-            cursor += self.next_size(cursor)
+        while size := self.next_size(cursor):
+            cursor += size
             steps += 1
         return steps * self.accum_steps
