@@ -233,3 +233,22 @@ def test_a_host_copy_is_the_same_structure_in_memory_that_is_used_again() -> Non
     assert torch.equal(second["model"]["part"], shared[:, 1:])
     third = copier.take({"model": OrderedDict(a=torch.ones(5, dtype=torch.int64))})  # another shape
     assert third["model"]["a"].tolist() == [1] * 5
+
+
+def test_a_report_that_cannot_be_written_is_no_reason_to_save_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    keeper, heard, warned = make(store)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(heard, "checkpointed", full)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keeper.save(packed(1.0), SUMMARY)
+        keeper.wait()
+    assert [path.name for path in store.paths()] == ["00000001.pt"]
+    assert warned == []
+    assert ["could not be reported" in str(item.message) for item in caught] == [True]

@@ -142,7 +142,10 @@ class Keeper:
     def _write(self, job: _Save) -> None:
         assert self.store is not None
         path = self.store.save(job.state, job.summary)
-        self._reporter.checkpointed(path, float(job.summary["effective_samples"]), job.wait_s)
+        try:
+            self._reporter.checkpointed(path, float(job.summary["effective_samples"]), job.wait_s)
+        except OSError as error:  # of rank 0 alone: saving anew would wait for ranks that know of no failure
+            warnings.warn(f"{path} is written, but could not be reported: {error}", stacklevel=1)
 
     def _run(self, job: _Save) -> None:
         """In the thread."""
