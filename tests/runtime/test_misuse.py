@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
-from icefrog.runtime import LayerElastic
+from icefrog.runtime import LayerElastic, Pipeline
 
 
 def made(optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> LayerElastic:
@@ -101,6 +101,20 @@ def test_a_batch_left_out_after_its_backward_pass_counts_nothing() -> None:
         for place in range(4):
             backward(elastic, first=16 * place)
             if place != 1:  # its loss was not finite, say
+                elastic.optimizer.step()
+            elastic.optimizer.zero_grad()
+        elastic.end_epoch()
+    assert elastic.effective_samples == 48
+
+
+def test_a_train_step_left_out_counts_nothing() -> None:
+    """In one process a pipeline is a single stage, yet forward and backward are its own."""
+    elastic = made(parallel=Pipeline(nn.functional.cross_entropy, micro_batches=2))
+    x, y = models.data()
+    for _ in elastic.epochs(1):
+        for place in range(4):
+            elastic.train_step(x[16 * place : 16 * place + 16], y[16 * place : 16 * place + 16])
+            if place != 1:
                 elastic.optimizer.step()
             elastic.optimizer.zero_grad()
         elastic.end_epoch()

@@ -88,6 +88,7 @@ class Engine(HookOwner):
         self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
         self._passes = 1  # backward passes of the micro-step
         self._counted = True  # the last forward pass belongs to a micro-step that is over
+        self._whole_pass = False  # the last pass was a train_step, whose backward pass is over when it returns
         self._cut_off = False  # communication was rebuilt behind that pass's forward, and before its backward
         self._unit = 0  # samples of the micro-step whose gradient has weight 1 in the accumulated one
         self._units = 0  # sum over the micro-steps since the last optimizer step
@@ -322,13 +323,14 @@ class Engine(HookOwner):
                     "call optimizer.step() after each backward pass: every k-th call steps, on the average",
                 )
         first, self._seen, self._counted, self._cut_off = self._counted, samples, False, False
+        self._whole_pass = False
         if first and self.sampler is None and self.options.accum_steps > 1:
             self._weigh(samples)
 
     def forget_passes(self) -> None:
         """``zero_grad``: backward passes that no optimizer step followed (a batch left out, a first look) do not count."""
         self._passed, self._passes = 0, 1
-        if self.timer.backward_ran:  # else it is called between the forward pass and its backward
+        if self._whole_pass or self.timer.backward_ran:  # else it is called between the forward pass and its backward
             self._counted = True
 
     def _weigh(self, samples: int) -> None:
@@ -344,6 +346,7 @@ class Engine(HookOwner):
     def train_step(self, x: Any, y: Any, loss_fn: Any) -> torch.Tensor:
         """Collective. Forward and backward as the parallelism does them; the loss."""
         loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
+        self._whole_pass = True
         forward = self.parallel.layer_flops()
         if forward is not None and not any(self.profiler.flops):
             self.profiler.flops = [training_flops(flops) for flops in forward]
