@@ -205,7 +205,7 @@ def test_a_copy_of_the_model_is_free_of_the_boundary() -> None:
     assert average[0][0].weight.grad is not None
     assert average[0][1].training
     models.train(elastic, optimizer, 1)
-    assert elastic._engine.batch_per_gpu == 16  # the copy's batch was not taken for a step
+    assert elastic._engine.counting.batch_per_gpu == 16  # the copy's batch was not taken for a step
 
 
 def test_single_process_model_is_the_model_itself() -> None:

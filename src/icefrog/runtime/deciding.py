@@ -278,7 +278,7 @@ class Decider:
             steps_since_move=at.step - self.last_move_step,
             config=Config(
                 num_gpus=self.world.size,
-                batch_per_gpu=engine.samples_per_gpu,
+                batch_per_gpu=engine.counting.samples_per_gpu,
                 accum_steps=engine.options.accum_steps,
                 frozen_layers=engine.boundary,
                 shared=grant.shared if grant else False,
@@ -292,7 +292,7 @@ class Decider:
             psi=engine.psi,
             step_s=step_s,
             forward_s=engine.profiler.forward_s(engine.point()) or 0.0,
-            measured_throughput=engine.nominal_batch / step_s if step_s > 0 else 0.0,
+            measured_throughput=engine.counting.nominal_batch / step_s if step_s > 0 else 0.0,
             gradients=Gradients(stats.variance, stats.sqr_norm, engine.tracker.fresh) if stats else None,
             profile=profile,
             target=self.goal.target,

@@ -201,7 +201,7 @@ class LayerElastic:
     def profile(self) -> Profile | None:
         """As measured so far; None before the first typical step, or before samples per epoch are known."""
         size = self._at.samples_per_epoch or self._at.epoch_samples
-        largest = max(self.global_batch or 0, self._engine.nominal_batch)
+        largest = max(self.global_batch or 0, self._engine.counting.nominal_batch)
         return self._engine.profiler.profile(size, largest) if size else None
 
     def sampler(self, num_samples: int, *, global_batch: int | None = None, seed: int = 0) -> ElasticSampler:
@@ -227,7 +227,7 @@ class LayerElastic:
             seed=seed,
         )
         self.global_batch = batch
-        self._engine.sampler = sampler
+        self._engine.counting.sampler = sampler
         if self._at.samples_per_epoch is None:
             self._at.samples_per_epoch = num_samples
         sampler.seek(self._at.epoch, self._at.cursor)
@@ -292,7 +292,7 @@ class LayerElastic:
         """Collective. The first whole epoch tells its size; micro-steps that wait for their optimizer step count too."""
         at = self._at
         if at.samples_per_epoch is None:
-            waiting = self._world.sum(torch.tensor([self._engine.waiting_samples], dtype=torch.float64))
+            waiting = self._world.sum(torch.tensor([self._engine.counting.waiting_samples], dtype=torch.float64))
             at.samples_per_epoch = (at.epoch_samples + round(float(waiting[0]))) or None
 
     # --- the loop
@@ -353,14 +353,14 @@ class LayerElastic:
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
 
     def _enter_epoch(self) -> None:
-        if self._engine.sampler is not None:
-            self._engine.sampler.seek(self._at.epoch, self._at.cursor)
+        if self._engine.counting.sampler is not None:
+            self._engine.counting.sampler.seek(self._at.epoch, self._at.cursor)
         self._engine.timer.reset()
-        self._engine.prepare(self._at.cursor)
+        self._engine.counting.prepare(self._at.cursor)
 
     def _repeat_epoch(self) -> None:
         """Only the elastic sampler can go on in the middle of an epoch."""
-        if self._engine.sampler is None:
+        if self._engine.counting.sampler is None:
             self._at.epoch_samples = 0
 
     def _decide(self) -> Decision:
@@ -435,7 +435,7 @@ class LayerElastic:
             at.step += 1
             at.samples += samples
             at.effective_samples += self._engine.psi * samples
-        if self._engine.sampler is not None:
+        if self._engine.counting.sampler is not None:
             at.cursor += samples
         self._engine.move_waiting()
         if message := self._engine.settle_order():
@@ -447,7 +447,7 @@ class LayerElastic:
         if self.stepped and self.tune_every_steps and at.step % self.tune_every_steps == 0:
             self._decide()
             self._engine.timer.reset()
-        self._engine.prepare(at.cursor)
+        self._engine.counting.prepare(at.cursor)
         self._keeper.tell()
         if self._probe is not None and self._probe.stepped(at.samples_per_epoch):
             self._ending.leave(self._at)
@@ -470,12 +470,12 @@ class LayerElastic:
     def _at_rate(self, real_step: Callable[[], Any]) -> Any:
         """The step at the learning rate that the global batch in force asks for."""
         engine, at = self._engine, self._at
-        at.base_batch = self._base_batch or at.base_batch or engine.global_batch
+        at.base_batch = self._base_batch or at.base_batch or engine.counting.global_batch
         if self.lr_rule == "none":
             return real_step()
         live = slice(engine.freezer.frozen_layers, None)
         variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
-        factor = lr_factor(self.lr_rule, engine.global_batch, at.base_batch, float(variance), float(signal))
+        factor = lr_factor(self.lr_rule, engine.counting.global_batch, at.base_batch, float(variance), float(signal))
         return step_at(self.optimizer, factor, real_step)
 
     # --- checkpoints

@@ -17,6 +17,7 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
+from icefrog.runtime.counting import Counting
 from icefrog.runtime.first_pass import FirstPass, training_flops
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
@@ -25,7 +26,6 @@ from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.reentrant import FIX, PROBLEM
-from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.statistics import Precondition, Statistics
 from icefrog.runtime.tensors import batch_size
 from icefrog.runtime.timing import StepTimer, StepTimes
@@ -78,23 +78,11 @@ class Engine(HookOwner):
         self.options = options
         self.device = next(model.parameters()).device
         self.nodes = num_nodes(world.size)
-        self.sampler: ElasticSampler | None = None
         self.cache: PrefixCache | None = None
         self.psi = 1.0
         self.worth: float | None = None  # psi of the boundary as the rule judges it; None: Eq. 3
         self.shared = False  # whether the GPU is shared: steps are then slower than the profile should say
-        self.batch_per_gpu = 0  # of a replica: the largest micro-step's samples seen
-        self._seen = 0  # samples of the last forward pass, from the model's input
-        self._passed = 0  # of passes before it in the same micro-step, each with a backward of its own
-        self._passes = 1  # backward passes of the micro-step
-        self._counted = True  # the last forward pass belongs to a micro-step that is over
-        self._whole_pass = False  # the last pass was a train_step, whose backward pass is over when it returns
-        self._cut_off = False  # communication was rebuilt behind that pass's forward, and before its backward
-        self._unit = 0  # samples of the micro-step whose gradient has weight 1 in the accumulated one
-        self._units = 0  # sum over the micro-steps since the last optimizer step
-        self._step_samples = 0
-        self._largest_step = 0  # samples of the largest optimizer step so far
-        self.micro = 0  # micro-steps done since the last optimizer step
+        self.counting = Counting(options.accum_steps, parallel, world.size, lambda: self.statistics)
         self._unmerged: tuple[PointKey, StepTimes] | None = None  # this rank's part of the last step's times
         self._waiting: int | None = None  # a boundary that comes into force with the next optimizer step
         self.noticed: list[str] = []  # what :meth:`put_right` found while the boundary moved
@@ -149,7 +137,7 @@ class Engine(HookOwner):
         )
         if weight is not None:
             self.statistics.set_weight(*weight)
-        if self.micro > 0:
+        if self.counting.micro > 0:
             self.statistics.skip()
         self.timer = self.parallel.timer = StepTimer(self.inner, layers, self.device)
         self._unmerged = None
@@ -171,7 +159,7 @@ class Engine(HookOwner):
         self._set_sync()
 
     def _set_sync(self) -> None:
-        self.parallel.set_sync(self.micro == self.options.accum_steps - 1)
+        self.parallel.set_sync(self.counting.micro == self.options.accum_steps - 1)
 
     def close(self) -> None:
         """Give the model back as it was: nothing frozen, no hooks; on this rank alone."""
@@ -197,7 +185,8 @@ class Engine(HookOwner):
 
     def abandon(self) -> None:
         """Forget what was accumulated and what waits; training goes on from another state."""
-        self.micro, self._waiting = 0, None
+        self.counting.abandon()
+        self._waiting = None
         self.parallel.drop_gradients()
         self.statistics.reset()
         self._set_sync()
@@ -211,7 +200,7 @@ class Engine(HookOwner):
         if frozen_layers == self.boundary:
             return False
         self.freezer.check(frozen_layers)
-        if self.micro > 0:
+        if self.counting.micro > 0:
             self._waiting = frozen_layers
             return True
         self._waiting = None
@@ -226,8 +215,8 @@ class Engine(HookOwner):
     def _move(self, frozen_layers: int) -> bool:
         if frozen_layers == self.freezer.frozen_layers:
             return False
-        rebuilds = self.parallel.num_replicas > 1 and not self.parallel.sharded
-        self._cut_off = rebuilds and not self._counted and not self.timer.backward_ran
+        if self.parallel.num_replicas > 1 and not self.parallel.sharded:
+            self.counting.communication_rebuilt(backward_ran=self.timer.backward_ran)
         self.noticed += self.put_right()
         self.check_in_step()
         self.freezer.set_boundary(frozen_layers)
@@ -305,48 +294,26 @@ class Engine(HookOwner):
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():
             return
-        self._see(batch_size((args, kwargs)), self.timer.backward_ran)
+        samples = batch_size((args, kwargs))
+        self._see(samples, self.timer.backward_ran)
         if self._first_pass is None:
             refuse_outer_compile()
-            self._first_pass = FirstPass(self.pieces, self.layers, self._seen)
+            self._first_pass = FirstPass(self.pieces, self.layers, samples)
 
     def _see(self, samples: int, backward_ran: bool) -> None:
         """A forward pass begins; ``backward_ran``: the one before it has had its backward pass."""
-        if self._counted and self.micro == 0 and self.before_step is not None:
+        if self.counting.between_steps and self.before_step is not None:
             self.before_step()
-        if not self._counted and backward_ran:
-            self._passed += self._seen  # accumulation by the user: several backwards before one step
-            self._passes += 1
-            if self.parallel.num_replicas > 1 and self.options.accum_steps > 1:
-                raise UserError(
-                    f"several backward passes before one optimizer.step(), with accum_steps={self.options.accum_steps}",
-                    "call optimizer.step() after each backward pass: every k-th call steps, on the average",
-                )
-        first, self._seen, self._counted, self._cut_off = self._counted, samples, False, False
-        self._whole_pass = False
-        if first and self.sampler is None and self.options.accum_steps > 1:
-            self._weigh(samples)
+        self.counting.see(samples, backward_ran=backward_ran)
 
     def forget_passes(self) -> None:
         """``zero_grad``: backward passes that no optimizer step followed (a batch left out, a first look) do not count."""
-        self._passed, self._passes = 0, 1
-        if self._whole_pass or self.timer.backward_ran:  # else it is called between the forward pass and its backward
-            self._counted = True
-
-    def _weigh(self, samples: int) -> None:
-        """A micro-step begins whose size nobody told before (a loader of the user's own): every sample counts the same."""
-        if self.micro > 0 and samples not in (0, self._unit):
-            self.parallel.scale_gradients(self._unit / samples)
-            self.statistics.rescale_micro(self._unit / samples)
-        self._unit, self._units = samples, samples + (self._units if self.micro > 0 else 0)
-        if self.micro == self.options.accum_steps - 1 and samples > 0:
-            mean_scale = samples / self._units
-            self.statistics.set_weight(mean_scale / self.parallel.num_replicas, mean_scale)
+        self.counting.forget_passes(backward_ran=self.timer.backward_ran)
 
     def train_step(self, x: Any, y: Any, loss_fn: Any) -> torch.Tensor:
         """Collective. Forward and backward as the parallelism does them; the loss."""
         loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
-        self._whole_pass = True
+        self.counting.saw_whole()
         forward = self.parallel.layer_flops()
         if forward is not None and not any(self.profiler.flops):
             self.profiler.flops = [training_flops(flops) for flops in forward]
@@ -392,30 +359,6 @@ class Engine(HookOwner):
         """The order of the layers is that of a run that has made steps."""
         self._ordered = True
 
-    @property
-    def waiting_samples(self) -> float:
-        """This rank's share of the samples since the last optimizer step; summed over ranks, each counts once."""
-        return self._share() if self.micro > 0 else 0.0
-
-    def _share(self) -> float:
-        """Ranks of one replica see the same samples."""
-        return self._step_samples * self.parallel.num_replicas / self.world.size
-
-    @property
-    def global_batch(self) -> int:
-        """M in samples, the same on every rank: the sampler's, else of the largest step so far (from its reduction on)."""
-        return self.sampler.global_batch if self.sampler is not None else self._largest_step
-
-    @property
-    def nominal_batch(self) -> int:
-        """M in samples, of a full step."""
-        return max(self.batch_per_gpu, 1) * self.parallel.num_replicas * self.options.accum_steps
-
-    @property
-    def samples_per_gpu(self) -> int:
-        """m: a nominal micro-step's samples over the GPUs that work on them."""
-        return max(-(-self.batch_per_gpu * self.parallel.num_replicas // self.world.size), 1)
-
     # --- steps
 
     def micro_step(self, micro: int, cursor: int) -> None:
@@ -424,53 +367,16 @@ class Engine(HookOwner):
         Raises:
             UserError: the boundary moved between its forward and its backward pass, so ranks did not average gradients.
         """
-        if self._cut_off:
-            raise UserError(
-                "the boundary moved between a forward pass and its backward pass: that one was not synchronised",
-                "call freeze(), decide() and end_epoch() before the forward pass, or after optimizer.step()",
-            )
-        self._seen, self._passed, self._counted = self._passed + self._seen, 0, True
-        samples = self._micro_samples(micro, cursor)
-        self.micro = (micro + 1) % self.options.accum_steps
-        if micro == 0:
-            self._step_samples = 0
-        self._step_samples += samples
-        self.batch_per_gpu = max(self.batch_per_gpu, samples)
+        samples = self.counting.end_micro(micro, cursor)
         last = self.options.accum_steps - 1
         self.statistics.micro_step(samples)
         if micro < last:
-            following = self._micro_samples(micro + 1, cursor)
-            if following != samples:  # so that in the end every sample counts the same
-                self.parallel.scale_gradients(samples / following)
-                self.statistics.rescale_micro(samples / following)
-            if micro + 1 == last:
-                self._set_weight(following, cursor)
+            self.counting.weigh_next(micro, samples, cursor)
         else:
             self.parallel.average(self.statistics.weight[0])
             self.statistics.mean_is_ready()
         if last > 0:
             self._set_sync()
-
-    def prepare(self, cursor: int) -> None:
-        """Before a step's first forward: the weight of this rank's gradient, n_r / M."""
-        if self.options.accum_steps == 1:
-            self._set_weight(self._micro_samples(0, cursor), cursor)
-
-    def _set_weight(self, last_micro_samples: int, cursor: int) -> None:
-        """The bucket holds g_r * n_r / n_last after the micro-steps: make it n_r / M of the average."""
-        if self.sampler is None or self.sampler.next_size(cursor) == 0:
-            mean_scale = 1.0 / self.options.accum_steps
-            weight = mean_scale / self.parallel.num_replicas
-        else:
-            sizes = self.sampler.step_sizes(cursor)
-            mean_scale = last_micro_samples / sizes.of_rank(self.parallel.replica)
-            weight = last_micro_samples / sizes.total
-        self.statistics.set_weight(weight, mean_scale)
-
-    def _micro_samples(self, micro: int, cursor: int) -> int:
-        if self.sampler is not None and self.sampler.next_size(cursor) > 0:
-            return self.sampler.step_sizes(cursor).sizes[micro][self.parallel.replica]
-        return self._seen
 
     def step(self, real_step: Callable[[], Any] | None, wishes: Wishes) -> tuple[Any, int, Wishes]:
         """Collective. One optimizer step: statistics, then the step itself.
@@ -487,7 +393,7 @@ class Engine(HookOwner):
         """
         self.timer.step_enter()
         self.freezer.drop_prefix_grads()
-        if self._step_samples == 0:
+        if self.counting.step_samples == 0:
             raise UserError(
                 "cannot tell the batch size from the model's input",
                 "pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
@@ -502,13 +408,12 @@ class Engine(HookOwner):
             live = [p for layer in self.layers for p in layer.params.values() if p.grad is not None]
             self.parallel.clip(live, self.options.max_grad_norm)
         result = real_step()
-        self._passed, self._counted = 0, True  # an optimizer may have run its closure again (LBFGS)
+        self.counting.end_step()
         times = self.timer.step_exit()
-        full = self._step_samples == self.batch_per_gpu * self.options.accum_steps
         cached = self.cache is not None and self.cache.used  # a step like that says nothing of what the prefix costs
         if self.cache is not None:
             self.cache.used = False
-        if times is not None and full and not self.shared and not cached:
+        if times is not None and self.counting.full_step and not self.shared and not cached:
             self._learn(self.point(), times)
         return result, total, agreed
 
@@ -519,18 +424,18 @@ class Engine(HookOwner):
             self.profiler.observe(key, times)
 
     def _observe(self, wishes: Wishes) -> tuple[int, Wishes]:
-        mine = [self._share(), float(wishes.stop), float(wishes.regrant)]
+        mine = [self.counting.share, float(wishes.stop), float(wishes.regrant)]
         due = self.statistics.due
-        local = self.statistics.local(self._step_samples) if due else torch.zeros(0, dtype=torch.float64)
+        local = self.statistics.local(self.counting.step_samples) if due else torch.zeros(0, dtype=torch.float64)
         (key, own), self._unmerged = self._unmerged or (self.point(), None), None
         times = self.parallel.pack_times(own)
         sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), times, local])).cpu()
         if len(times) and (merged := self.parallel.unpack_times(sums[3 : 3 + len(times)])) is not None:
             self.profiler.observe(key, merged)
         total = round(float(sums[0]))
-        self._largest_step = max(self._largest_step, total)
-        found = self.statistics.finish(np.asarray(sums[3 + len(times) :].numpy()) if due else None, total, self._passes)
-        self._passes = 1
+        packed = np.asarray(sums[3 + len(times) :].numpy()) if due else None
+        found = self.statistics.finish(packed, total, self.counting.passes)
+        self.counting.observed(total)
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
             self.refresh_psi()
         return total, Wishes(bool(sums[1] > 0), bool(sums[2] > 0))
@@ -540,7 +445,7 @@ class Engine(HookOwner):
         return PointKey(
             self.world.size,
             self.nodes,
-            self.samples_per_gpu,
+            self.counting.samples_per_gpu,
             self.options.accum_steps,
             self.freezer.frozen_layers,
         )

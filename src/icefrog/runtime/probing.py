@@ -162,7 +162,7 @@ class Probe:
 
     def _layers(self, clock: LayerClock, micro_batches: int) -> tuple[LayerCost, ...]:
         """Collective. Forward times and outputs are of one pass, a micro-batch's in a pipeline."""
-        profiler, samples = self._engine.profiler, max(self._engine.batch_per_gpu, 1)
+        profiler, samples = self._engine.profiler, max(self._engine.counting.batch_per_gpu, 1)
         own = torch.tensor([clock.seconds, clock.output_bytes], dtype=torch.float64)
         seconds, output_bytes = (self._engine.parallel.merge_layers(own) * micro_batches / samples).tolist()
         bwd = np.zeros(len(self._engine.layers))
