@@ -75,7 +75,7 @@ def job(variant: str, folder: Path | None, steps: int, each_step: Callable[[Laye
         if (step + 1) % 7 == 0:  # a checkpoint is made when the next step begins: the move is in it
             elastic.freeze((step + 1) // 7 % 4)
         if variant == "sync" and folder is not None:
-            elastic._store.save(elastic.state_dict(), {})  # type: ignore[union-attr]
+            elastic._keeper.store.save(elastic.state_dict(), {})  # type: ignore[union-attr]
         each_step(elastic)
     elastic.close()
 

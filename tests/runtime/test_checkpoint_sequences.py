@@ -54,7 +54,7 @@ class Life:
             for _ in range(count):
                 self.step()
         elif kind == "save":
-            self.elastic._save()
+            self.elastic._saver.save(self.elastic._at)
             self.elastic._keeper.join()
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic, Pipeline
+from icefrog.runtime.rules.none import NoFreezing
 
 
 def made(optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> LayerElastic:
@@ -189,6 +190,20 @@ def test_an_optimizer_is_given_to_one_layer_elastic_at_a_time() -> None:
         LayerElastic(model, optimizer, env={})
     first.close()
     LayerElastic(model, optimizer, env={})
+
+
+def test_a_rule_that_cannot_close_leaves_model_and_optimizer_free_all_the_same() -> None:
+    class Stuck(NoFreezing):
+        def close(self) -> None:
+            raise RuntimeError("stuck")
+
+    model = models.mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    elastic = LayerElastic(model, optimizer, rule=Stuck(), env={})
+    with pytest.raises(RuntimeError, match="stuck"):
+        elastic.close()
+    assert "step" not in vars(optimizer)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_names_may_be_grouped_into_layers() -> None:

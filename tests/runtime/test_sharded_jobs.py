@@ -30,7 +30,7 @@ def job(folder: str | None, kind: str, ops: list[tuple[str, int]], batch: int) -
         if kind_of_op == "freeze":
             elastic.freeze(count)
         elif kind_of_op == "save":
-            elastic._save()
+            elastic._saver.save(elastic._at)
         else:
             for _ in range(count):
                 at = elastic._at.step * BATCH % len(x) + elastic.rank * batch

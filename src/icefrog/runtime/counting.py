@@ -202,7 +202,7 @@ class Counting:
 
     @property
     def waiting_samples(self) -> float:
-        """:attr:`share` of an optimizer step that is under way; 0 between two steps."""
+        """:attr:`share` of micro-steps that wait for their optimizer step; 0: none do."""
         return self.share if self.micro > 0 else 0.0
 
     @property

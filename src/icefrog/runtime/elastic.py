@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,17 +14,18 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.profile import Profile
-from icefrog.runtime import checkpoint, saving
+from icefrog.runtime import saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
 from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision
 from icefrog.runtime.ending import Ending
 from icefrog.runtime.engine import Engine, EngineOptions, Wishes
+from icefrog.runtime.epochs import NOT_BEGUN, check_epoch
 from icefrog.runtime.goal import Goal
-from icefrog.runtime.keeper import DueSave, Keeper, open_store
+from icefrog.runtime.keeper import Keeper, open_store
 from icefrog.runtime.layers import Layer
-from icefrog.runtime.lr_rules import LrRule, check_rule, lr_factor, step_at
+from icefrog.runtime.lr_rules import LrRule, LrScaling
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
@@ -31,6 +33,7 @@ from icefrog.runtime.protocol import Outcome
 from icefrog.runtime.reporting import Counters, Reporter
 from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
+from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate, refuse_optimizer
@@ -136,20 +139,19 @@ class LayerElastic:
             self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
         )
         self._at = Counters(samples_per_epoch=samples_per_epoch)
-        self.lr_rule = check_rule(lr_rule)
-        self._base_batch = base_batch
+        self._lr_scaling = LrScaling(lr_rule, base_batch, self._engine)
         self._registered: dict[str, Stateful] = {}
         if self._scaler is not None:
             self._scaler.attach(self._gate)
             self._registered["grad_scaler"] = self._scaler
-        self._due: DueSave | None = None
-        self._engine.before_step = self._before_step
         folder = Path(checkpoint_dir) if checkpoint_dir is not None else self.agent.checkpoint_dir
         folder = None if on_stop is not None or probe else folder
         sharded = spread.sharded and self._world.size > 1
-        self._store = open_store(folder, sharded=sharded) if folder is not None else None
-        self._keeper = Keeper(self._store, self._world, self._reporter, self._warn)
+        store = open_store(folder, sharded=sharded) if folder is not None else None
+        self._keeper = Keeper(store, self._world, self._reporter, self._warn)
         self._ending = Ending(self._goal, self._reporter, self._keeper, self._world, on_stop)
+        self._saver = Saver(self._engine, self._decider, self._registered, self._keeper, self._ending)
+        self._engine.before_step = lambda: self._saver.step_begins(self._at)
         self._begun, self._trained = False, False
         self._probe = Probe(probe, self._engine, self.agent.write_probed) if probe else None
         self.stepped = False
@@ -243,7 +245,8 @@ class LayerElastic:
         Returns:
             The cache: ``hits``, ``misses``, ``off_reason``.
         """
-        folder = self._world.from_rank0(str(cache_folder(where, self._store.folder if self._store else None)))
+        store = self._keeper.store
+        folder = self._world.from_rank0(str(cache_folder(where, store.folder if store else None)))
         self._engine.cache_prefix(Path(folder), budget_bytes)
         assert self._engine.cache is not None
         return self._engine.cache
@@ -288,13 +291,6 @@ class LayerElastic:
         """
         self._decider.note_loss(loss)
 
-    def _note_samples(self) -> None:
-        """Collective. The first whole epoch tells its size; micro-steps that wait for their optimizer step count too."""
-        at = self._at
-        if at.samples_per_epoch is None:
-            waiting = self._world.sum(torch.tensor([self._engine.counting.waiting_samples], dtype=torch.float64))
-            at.samples_per_epoch = (at.epoch_samples + round(float(waiting[0]))) or None
-
     # --- the loop
 
     def epochs(self, max_epochs: int) -> Iterator[int]:
@@ -312,21 +308,7 @@ class LayerElastic:
                 self._trained = self._at.epoch_samples > 0  # of an epoch that goes on, nothing may be left
                 self._enter_epoch()
                 yield epoch
-                if self._at.epoch == epoch:
-                    raise UserError(
-                        f"epoch {epoch} ended without elastic.end_epoch()",
-                        "call elastic.end_epoch(metric=...) as the last line of the epoch loop",
-                    )
-                if self._at.epoch > epoch + 1:
-                    raise UserError(
-                        f"elastic.end_epoch() was called {self._at.epoch - epoch} times in epoch {epoch}",
-                        "call it once, as the last line; elastic.decide(metric) is for validation in mid-epoch",
-                    )
-                if not self._trained:
-                    raise UserError(
-                        f"epoch {epoch} ended without an optimizer.step()",
-                        "the loader gave no batch: one that can be gone through only once (a generator) is used up",
-                    )
+                check_epoch(epoch, self._at, trained=self._trained)
         finally:
             self._keeper.join()  # left by `break` as well
         self._ending.reached(self._at)
@@ -342,11 +324,16 @@ class LayerElastic:
         if max_epochs < 1:
             raise UserError(f"max_epochs must be at least 1, got {max_epochs}", "give the largest number of epochs")
         self._goal.max_epochs = max_epochs
-        if self._begun and self._at.epoch_samples > 0:  # the last loop was left in mid-epoch
+        again = self._begun and self._at.epoch_samples > 0  # the last loop was left in mid-epoch
+        if again:
             self._gate.restart()
             self._engine.abandon()
-            self._repeat_epoch()
-        resumed = (not self._begun and self._resume()) or self._at.step > 0
+        state = None if self._begun else self._saver.newest()
+        if state is not None:
+            self.load_state_dict(state)
+        if (again or state is not None) and self._engine.counting.sampler is None:
+            self._at.epoch_samples = 0  # only the elastic sampler can go on in the middle of an epoch
+        resumed = state is not None or self._at.step > 0
         self._begun = True
         self._decider.start(self._at)
         names = tuple(layer.name for layer in self.layers)
@@ -357,11 +344,6 @@ class LayerElastic:
             self._engine.counting.sampler.seek(self._at.epoch, self._at.cursor)
         self._engine.timer.reset()
         self._engine.counting.prepare(self._at.cursor)
-
-    def _repeat_epoch(self) -> None:
-        """Only the elastic sampler can go on in the middle of an epoch."""
-        if self._engine.counting.sampler is None:
-            self._at.epoch_samples = 0
 
     def _decide(self) -> Decision:
         decision = self._decider.decide(self._at, self.profile)
@@ -395,23 +377,20 @@ class LayerElastic:
         self._engine.renew_cache()
         self._engine.check_in_step()
         at = self._at
-        self._due = None  # what follows saves, and leaves where that was asked for
-        self._note_samples()
+        self._saver.drop()  # what follows saves, and leaves where that was asked for
+        if at.samples_per_epoch is None:  # the first whole epoch tells its size
+            at.samples_per_epoch = (at.epoch_samples + self._engine.waiting_samples()) or None
         at.metric = self._decider.see_metric(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
         if not self._begun:
             self._begun = True
-            self._warn(
-                "end_epoch() without elastic.epochs(): nothing is resumed, and how long training will be is not known "
-                "(the tuner stays in its warm-up); write `for epoch in elastic.epochs(max_epochs)`, or call "
-                "elastic.begin(max_epochs) before the loop"
-            )
+            self._warn(NOT_BEGUN)
         decision = self._decide()
         self._enter_epoch()
-        self._save()
+        self._saver.save(at)
         if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
-            self._ending.leave(self._at)
+            self._ending.leave(at)
         return decision
 
     def _on_micro(self, micro: int) -> None:
@@ -427,16 +406,11 @@ class LayerElastic:
         """
         wishes = Wishes(self.agent.stop_requested(), self._world.rank == 0 and self.agent.refresh_grant())
         at = self._at
-        stepping = None if real_step is None else lambda: self._decider.run_step(lambda: self._at_rate(real_step), at)
+        scaled = self._lr_scaling.step
+        stepping = None if real_step is None else lambda: self._decider.run_step(lambda: scaled(real_step, at), at)
         result, samples, agreed = self._engine.step(stepping, wishes)
         self.stepped = real_step is not None
-        at.epoch_samples += samples
-        if real_step is not None:
-            at.step += 1
-            at.samples += samples
-            at.effective_samples += self._engine.psi * samples
-        if self._engine.counting.sampler is not None:
-            at.cursor += samples
+        at.count(samples, self._engine.psi if self.stepped else None, dealt=self._engine.counting.sampler is not None)
         self._engine.move_waiting()
         if message := self._engine.settle_order():
             self._warn(message)
@@ -450,33 +424,13 @@ class LayerElastic:
         self._engine.counting.prepare(at.cursor)
         self._keeper.tell()
         if self._probe is not None and self._probe.stepped(at.samples_per_epoch):
-            self._ending.leave(self._at)
+            self._ending.leave(at)
         every = self.checkpoint_every_steps
         if agreed.stop and self._ending.on_stop is not None:
-            self._ending.leave(self._at)
+            self._ending.leave(at)
         elif agreed.stop or (self.stepped and every and at.step % every == 0):
-            self._due = DueSave(agreed.stop, checkpoint.rng_state())
+            self._saver.ask(stop=agreed.stop)
         return result
-
-    def _before_step(self) -> None:
-        """The next step begins, so all is done that belongs to the last one: its LR scheduler, an average of weights."""
-        due, self._due = self._due, None
-        if due is not None:
-            self._save(due.rng)
-            if due.stop:
-                self._ending.leave(self._at)
-            self._engine.timer.reset()
-
-    def _at_rate(self, real_step: Callable[[], Any]) -> Any:
-        """The step at the learning rate that the global batch in force asks for."""
-        engine, at = self._engine, self._at
-        at.base_batch = self._base_batch or at.base_batch or engine.counting.global_batch
-        if self.lr_rule == "none":
-            return real_step()
-        live = slice(engine.freezer.frozen_layers, None)
-        variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
-        factor = lr_factor(self.lr_rule, engine.counting.global_batch, at.base_batch, float(variance), float(signal))
-        return step_at(self.optimizer, factor, real_step)
 
     # --- checkpoints
 
@@ -499,29 +453,8 @@ class LayerElastic:
             UserError: the state is of a model with other layers, or the optimizer holds other parameters.
         """
         self._gate.restart()
-        self._due = None
+        self._saver.drop()
         self._at = saving.unpack(state, self._engine, self._decider, self._registered)
-
-    def _save(self, rng: dict[str, Any] | None = None) -> None:
-        """``rng``: the generators' states at the step's end; the loader may have drawn from them since."""
-        at = self._at
-        summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
-        summary["frozen_layers"] = self._engine.boundary
-        parts = (self._engine, self._decider, self._at, self._registered)
-
-        def pack() -> dict[str, Any]:
-            state = saving.pack(*parts, held_only=True)
-            return state if rng is None else {**state, "rng": rng}
-
-        self._keeper.save(pack, summary)
-
-    def _resume(self) -> bool:
-        state = self._keeper.newest(self._engine.parallel.held_model_state)
-        if state is None:
-            return False
-        self.load_state_dict(state)
-        self._repeat_epoch()
-        return True
 
     # --- reports
 
@@ -554,12 +487,11 @@ class LayerElastic:
         Raises:
             UserError: the last checkpoint cannot be written.
         """
-        try:
-            self._keeper.wait()
-        finally:
-            self._decider.close()
-            self._engine.close()
+        with contextlib.ExitStack() as closing:  # from the last to the first, each of them, whatever the others raise
+            closing.callback(self._world.close)
+            closing.callback(self._gate.close)
             if self._scaler is not None:
-                self._scaler.close()
-            self._gate.close()
-            self._world.close()
+                closing.callback(self._scaler.close)
+            closing.callback(self._engine.close)
+            closing.callback(self._decider.close)
+            closing.callback(self._keeper.wait)

@@ -417,6 +417,10 @@ class Engine(HookOwner):
             self._learn(self.point(), times)
         return result, total, agreed
 
+    def waiting_samples(self) -> int:
+        """Collective. Samples of the micro-steps that wait for their optimizer step, over all ranks."""
+        return round(float(self.world.sum(torch.tensor([self.counting.waiting_samples], dtype=torch.float64))))
+
     def _learn(self, key: PointKey, times: StepTimes) -> None:
         if len(self.parallel.pack_times(None)):
             self._unmerged = (key, times)  # goes round with the next step's sum

@@ -27,16 +27,6 @@ from icefrog.runtime.reporting import Reporter
 from icefrog.runtime.wrapping import World
 
 
-@dataclass(frozen=True, slots=True)
-class DueSave:
-    """A checkpoint to be made when the next step begins."""
-
-    stop: bool
-    """Whether the job then leaves."""
-    rng: dict[str, Any]
-    """The generators' states at the end of the last step."""
-
-
 def open_store(folder: Path, *, sharded: bool) -> CheckpointStore:
     """The checkpoints in a folder. Collective where they are sharded.
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from icefrog.errors import UserError
+from icefrog.runtime.engine import Engine
+from icefrog.runtime.reporting import Counters
 
 LrRule: TypeAlias = Literal["none", "linear", "sqrt", "adascale"]
 
@@ -69,3 +71,32 @@ def step_at(optimizer: torch.optim.Optimizer, factor: float, real_step: Callable
     finally:
         for group, rate in zip(optimizer.param_groups, own, strict=True):
             group["lr"] = rate
+
+
+class LrScaling:
+    """Owned by :class:`~icefrog.runtime.elastic.LayerElastic`: each step at the rate that its global batch asks for.
+
+    Args:
+        rule: see :func:`lr_factor`.
+        base_batch: M0 in samples; None: the job's first step.
+        engine: knows the global batch and the statistics, and holds the optimizer.
+
+    Raises:
+        UserError: an unknown rule.
+    """
+
+    def __init__(self, rule: str, base_batch: int | None, engine: Engine) -> None:
+        self._rule = check_rule(rule)
+        self._base_batch = base_batch
+        self._engine = engine
+
+    def step(self, real_step: Callable[[], Any], at: Counters) -> Any:
+        """What ``real_step`` returns; M0 is kept in ``at``, where a checkpoint finds it."""
+        engine, batch = self._engine, self._engine.counting.global_batch
+        at.base_batch = self._base_batch or at.base_batch or batch
+        if self._rule == "none":
+            return real_step()
+        live = slice(engine.freezer.frozen_layers, None)
+        variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
+        factor = lr_factor(self._rule, batch, at.base_batch, float(variance), float(signal))
+        return step_at(engine.optimizer, factor, real_step)

@@ -27,6 +27,22 @@ class Counters:
     epoch_samples: int = 0  # of the epoch in progress
     base_batch: int | None = None  # M0: global batch of the first step, or what the user said
 
+    def count(self, samples: int, psi: float | None, *, dealt: bool) -> None:
+        """An optimizer step is over.
+
+        Args:
+            samples: M of this step.
+            psi: what one of them is worth; None: the gradient was not finite, so they are gone for this epoch, but count as
+                no progress.
+            dealt: by the elastic sampler.
+        """
+        self.epoch_samples += samples
+        self.cursor += samples if dealt else 0
+        if psi is not None:
+            self.step += 1
+            self.samples += samples
+            self.effective_samples += psi * samples
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
