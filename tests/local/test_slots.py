@@ -6,6 +6,7 @@ import pytest
 
 from icefrog.errors import UserError
 from icefrog.executors.local import Devices, local_cluster, slots
+from icefrog.executors.local.supervisor import free_port
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H200, 143771
@@ -54,3 +55,9 @@ def test_cpu_slots_show_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Devices(None).env([0, 1]) == {"CUDA_VISIBLE_DEVICES": ""}
     with pytest.raises(UserError, match="--slots is 0"):
         local_cluster(0)
+
+
+def test_gangs_meet_at_ports_that_the_kernel_gives_to_nobody_by_itself() -> None:
+    found = [free_port() for _ in range(20)]
+    assert all(20_000 <= port < 30_000 for port in found)
+    assert len(set(found)) > 10

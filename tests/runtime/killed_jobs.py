@@ -15,7 +15,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -29,6 +28,7 @@ import torch
 import torch._dynamo  # which the first optimizer step would load in every job
 from torch import nn
 
+from icefrog.executors.local.supervisor import free_port
 from icefrog.runtime import LayerElastic, sharded
 from icefrog.runtime.checkpoint import CheckpointStore, load
 from icefrog.runtime.parallel import fsdp  # noqa: F401 - loaded once, too
@@ -100,9 +100,7 @@ def start(variant: str, work: Callable[[], None]) -> list[int]:
     """The ranks of one job, each doing ``work``."""
     if variant != "sharded":
         return [fork(work)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     found = []
     for rank in "01":
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from icefrog.executors.local.supervisor import free_port
 
 
 def _worker(rank: int, world: int, tasks: Any, results: Any) -> None:
@@ -42,9 +43,7 @@ class Ranks:
 
     def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
         """Call ``job(*args)`` in every process; results by rank. The job must leave its process group."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for tasks in self.tasks:
             tasks.put((job, args, port))
         found = [self.results.get(timeout=timeout_s) for _ in self.tasks]

@@ -18,6 +18,7 @@ import fcntl
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -94,7 +95,7 @@ class Supervisor:
 
     def _start(self, lock: int) -> None:
         count = int(self.launch["num_ranks"])
-        gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        gang = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         shared_env = {**os.environ, **self.launch["env"], **gang}
         parent = os.getpid()
 
@@ -217,11 +218,23 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """For a gang to meet at.
+
+    Its first rank binds it only seconds later, so it is none that the kernel hands out by itself in the meantime (gloo alone
+    opens several sockets a rank): two gangs that meet at one port wait for each other until their time is up.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+_PORTS = range(20_000, 30_000)
+"""Below what systems give to outgoing connections (from 32,768 on Linux, from 49,152 elsewhere)."""
 
 
 if __name__ == "__main__":
