@@ -77,6 +77,8 @@ def job(variant: str, folder: Path | None, steps: int, each_step: Callable[[Laye
         if variant == "sync" and folder is not None:
             elastic._keeper.store.save(elastic.state_dict(), {})  # type: ignore[union-attr]
         each_step(elastic)
+    if variant == "sharded":
+        torch.distributed.barrier()  # who exits first could reset a connection that the other still reads from
     elastic.close()
 
 
