@@ -23,7 +23,7 @@ from icefrog.profile import FloatArray, LayerCost, Pipelined
 from icefrog.runtime import protocol
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.layers import Layer
-from icefrog.runtime.profiling import SKIPPED_STEPS, PointKey
+from icefrog.runtime.profiling import SKIPPED_STEPS, PointKey, process_peak_bytes
 from icefrog.runtime.tensors import num_bytes
 from icefrog.runtime.timing import StepTimes
 
@@ -315,6 +315,4 @@ def peak_bytes(device: torch.device) -> float:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024.0 * float(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    import resource
-
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return process_peak_bytes(device.type)

@@ -134,7 +134,7 @@ class Profiler:
 
         What is measured beside another job on the GPU (``alone`` False) is returned, not learnt from.
         """
-        mem, util = _peak_bytes(self.device_type), self._utilisation()
+        mem, util = process_peak_bytes(self.device_type), self._utilisation()
         if util is not None and alone:
             self._occupancy[key] = (mem, util)
         return mem, util
@@ -238,7 +238,7 @@ class Profiler:
             )
             for key, (mem, util) in self._occupancy.items()
         ]
-        unknown = OccupancyPoint(1.0, 1.0, 1.0, _peak_bytes(self.device_type), 100.0)
+        unknown = OccupancyPoint(1.0, 1.0, 1.0, process_peak_bytes(self.device_type), 100.0)
         return fit_occupancy(measured or [unknown])
 
     def state_dict(self) -> dict[str, Any]:
@@ -358,7 +358,8 @@ def _fit_sync(seconds: dict[tuple[int, bool], list[float]], prior_s: float) -> S
     )
 
 
-def _peak_bytes(device_type: str) -> float:
+def process_peak_bytes(device_type: str) -> float:
+    """Peak memory of the current device's allocator (``cuda``), or of this process, since it began."""
     if device_type == "cuda":
         return float(torch.cuda.max_memory_reserved())
     unit = 1 if sys.platform == "darwin" else 1024
