@@ -62,6 +62,7 @@ class SimJob:
         self._make_rng = rng
         self._cluster = cluster
         self._num_layers = truth.profile.num_layers
+        self._promised = truth.total_samples  # P0, as the job believes
         self._interval_samples = _interval_samples(truth, config)
         self.effective = 0.0
         self.counted = 0.0
@@ -98,9 +99,9 @@ class SimJob:
         return self.spec.job_id
 
     @property
-    def total_samples(self) -> float:
+    def total_samples(self) -> float | None:
         """P0, effective samples."""
-        return self.truth.total_samples
+        return self._promised
 
     @property
     def reported_samples(self) -> float:
@@ -235,11 +236,12 @@ class SimJob:
             believed = float(self._efficiency(self._seen_v, self._seen_g)[self._way])
         self.rate = Rate(samples, samples * self._true_psi() * worth, samples * self.psi * believed)
 
-    def remaining_s(self, now_s: float) -> float:
+    def remaining_s(self, now_s: float) -> float | None:
         """True service time left, were it to run as it was logged; for a job without a logged time, samples left."""
         running_s = max(now_s - self._since_s, 0.0) if self.holds else 0.0
-        left = max(self.total_samples - self.effective - self.rate.effective_per_s * running_s, 0.0)
-        return left if self.spec.duration_s is None else self.spec.duration_s * left / self.total_samples
+        total = self.truth.total_samples
+        left = max(total - self.effective - self.rate.effective_per_s * running_s, 0.0)
+        return left if self.spec.duration_s is None else self.spec.duration_s * left / total
 
     @property
     def _silent(self) -> bool:
@@ -279,7 +281,7 @@ class SimJob:
         depth, way, self.reason = low, self._way, "the grant leaves one depth"
         if "freezeout" in (self.grant.freezing, self.spec.freeze.rule):
             low, high = self._scheduled(low, high)
-            depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self.total_samples:.0%}"
+            depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self._promised:.0%}"
         if low < high or (len(self._ways) > 1 and self._seen_g is not None):
             depth, way, self.reason = self._guarded(psi, low, high)
         self._way = way
@@ -290,9 +292,7 @@ class SimJob:
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
         """The one depth that the schedule leaves: it never opens a layer again."""
-        depth = max(
-            self._schedule_of_its_own.depth(self.counted / self.total_samples, self._num_layers), self.frozen, low
-        )
+        depth = max(self._schedule_of_its_own.depth(self.counted / self._promised, self._num_layers), self.frozen, low)
         depth = min(depth, high)
         return depth, depth
 
@@ -317,7 +317,7 @@ class SimJob:
     def _guarded(self, psi: FloatArray, low: int, high: int) -> tuple[int, int, str]:
         """(depth, way, reason): the best, as far as the guards let it."""
         steps = (self.samples - self._moved_at) / float(self._batches[self._way])
-        now = Standing(self.frozen, low, self.counted / self.total_samples, steps)
+        now = Standing(self.frozen, low, self.counted / self._promised, steps)
         guards = self._config.guards
         imposed = imposed_depth(guards, now)
         if imposed is not None and low < high:
