@@ -9,7 +9,7 @@ controller's own code: one row a pair. ``--jobs`` lists the jobs of each pair.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,20 @@ from icefrog.errors import UserError
 from icefrog.executors.sim.recorded import Recording, record, recorded_scenario, recorded_settings
 from icefrog.home import Home, Settings
 from icefrog.simulate import simulate
+
+HEADER = (
+    "run",
+    "costs measured in",
+    "mean JCT live, s",
+    "simulated, s",
+    "error",
+    "a job, mean",
+    "slower by",
+    "told that: error",
+    "a job, mean",
+    "and samples: error",
+    "a job, mean",
+)
 
 
 @dataclass(frozen=True)
@@ -31,11 +45,13 @@ class LiveRun:
 
 @dataclass(frozen=True)
 class Compared:
-    """Completion times by job, s: live, simulated, and simulated with the samples that the live jobs needed."""
+    """Completion times by job, s; and what a simulation says that is told more and more of how the live run went."""
 
+    slower: float  # how much slower the machine was than in the run that the costs are from
     live: dict[str, float]
     simulated: dict[str, float]
-    told: dict[str, float]
+    speed_told: dict[str, float]  # told that one number
+    samples_told: dict[str, float]  # and after how many effective samples each job ended
 
 
 def read(path: Path) -> LiveRun:
@@ -50,11 +66,15 @@ def read(path: Path) -> LiveRun:
 
 def compare(costs: LiveRun, run: LiveRun) -> Compared:
     """``run``, simulated from what ``costs`` measured."""
+    slower = run.recording.slower_than(costs.recording)
+    as_slow = replace(costs, recording=costs.recording.slowed(slower))
     needed = {job_id: job.needed_samples for job_id, job in run.recording.jobs.items()}
     return Compared(
+        slower=slower,
         live={job_id: job.jct_s for job_id, job in run.recording.jobs.items()},
         simulated=jct_s(costs, run),
-        told=jct_s(costs, run, needed),
+        speed_told=jct_s(as_slow, run),
+        samples_told=jct_s(as_slow, run, needed),
     )
 
 
@@ -69,11 +89,18 @@ def jct_s(costs: LiveRun, run: LiveRun, needed: dict[str, float] | None = None) 
     return {job_id: (job.finish_s or 0.0) - job.submit_s for job_id, job in result.state.jobs.items()}
 
 
-def errors(found: Compared) -> tuple[float, float, float, float]:
-    """(error of the mean, mean of the jobs' absolute errors, the largest, the first with the needed samples told), of 1."""
-    live, simulated, told = (np.array(list(times.values())) for times in (found.live, found.simulated, found.told))
-    each = np.abs(simulated - live) / live
-    return simulated.mean() / live.mean() - 1.0, each.mean(), each.max(), told.mean() / live.mean() - 1.0
+def errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:
+    """Error of the mean, and the mean of the jobs' absolute errors."""
+    truth, found = (np.array([times[job_id] for job_id in live]) for times in (live, simulated))
+    return [f"{found.mean() / truth.mean() - 1:+.1%}", f"{np.abs(found / truth - 1).mean():.1%}"]
+
+
+def row(run: LiveRun, source: str, found: Compared) -> list[str]:
+    """What is printed of one pair."""
+    live_s, simulated_s = (float(np.mean(list(times.values()))) for times in (found.live, found.simulated))
+    told = [errors(found.live, times) for times in (found.simulated, found.speed_told, found.samples_told)]
+    means = [f"{live_s:.1f}", f"{simulated_s:.1f}"]
+    return [run.name, source, *means, *told[0], f"{found.slower:.2f}", *told[1], *told[2]]
 
 
 def main() -> None:
@@ -83,27 +110,21 @@ def main() -> None:
     parser.add_argument("--jobs", action="store_true", help="also list every job")
     args = parser.parse_args()
     runs = [read(path) for path in args.homes]
-    print(
-        "| run | measured in | mean JCT live, s | simulated, s | error | a job's error, mean | largest | samples told |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    pairs = [(run, costs) for run in runs for costs in runs if run.recording.jobs.keys() == costs.recording.jobs.keys()]
-    listed = []
-    for run, costs in pairs:
-        found = compare(costs, run)
-        of_mean, mean, largest, told = errors(found)
-        live, simulated = (np.mean(list(times.values())) for times in (found.live, found.simulated))
-        source = "itself" if costs is run else costs.name
-        print(
-            f"| {run.name} | {source} | {live:.1f} | {simulated:.1f} | {of_mean:+.1%} | {mean:.1%} | {largest:.1%} | "
-            f"{told:+.1%} |"
-        )
-        listed.append((run, source, found))
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
+    listed: list[str] = []
+    for run in runs:
+        for costs in runs:
+            if run.recording.jobs.keys() == costs.recording.jobs.keys():
+                found, source = compare(costs, run), "itself" if costs is run else costs.name
+                print(f"| {' | '.join(row(run, source, found))} |", flush=True)
+                listed += [
+                    f"| {run.name} | {source} | {job_id} | {live_s:.1f} | {found.simulated[job_id]:.1f} |"
+                    for job_id, live_s in found.live.items()
+                ]
     if args.jobs:
-        for run, source, found in listed:
-            print(f"\n{run.name}, measured in {source}: job, JCT live, simulated, s")
-            for job_id, live_s in found.live.items():
-                print(f"  {job_id:20s} {live_s:8.1f} {found.simulated[job_id]:8.1f}")
+        print(
+            "\n| run | costs measured in | job | JCT live, s | simulated, s |\n|---|---|---|---|---|", *listed, sep="\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run small training jobs live on this machine, under several policies in turn; each run's event log is its home folder's.
 
-    python scripts/live_runs.py --out runs/live --policies fifo,srtf,icefrog [--demo] [--repeats 2]
+    python scripts/live_runs.py --out runs/live --policies fifo,srtf,icefrog [--jobs mix|stretched|demo] [--repeats 2]
 
 ``scripts/live_against_simulated.py`` compares such runs with their simulations. Jobs arrive while others run, at the same
 gaps in every run. A home that exists is passed over: a broken-off series goes on with the same command (remove its last
@@ -23,34 +23,48 @@ ROOT = Path(__file__).resolve().parent.parent
 GAP_S = 8.0
 """Between two submissions: less than a job takes, so that the cluster is never idle."""
 
-# name, example, width, seed, accuracy wanted, largest number of epochs, GPU counts, GPUs asked for
+# name, script, options, accuracy wanted, largest number of epochs, GPU counts, GPUs asked for
+_CNN, _FORMER, _STRETCHED = "examples/digits_cnn.py", "examples/digits_transformer.py", "scripts/stretched_digits.py"
 _MIX = (
-    ("cnn-a", "digits_cnn", 24, 0, 0.95, 30, (1,), 1),
-    ("cnn-b", "digits_cnn", 16, 1, 0.95, 40, (1, 2), 2),
-    ("former-c", "digits_transformer", None, 2, 0.93, 20, (1,), 1),
-    ("cnn-d", "digits_cnn", 24, 3, 0.96, 30, (1, 2), 2),
-    ("cnn-e", "digits_cnn", 16, 4, 0.94, 40, (1, 2), 1),
-    ("former-f", "digits_transformer", None, 5, 0.95, 25, (1, 2), 1),
-    ("cnn-g", "digits_cnn", 32, 6, 0.95, 25, (1,), 1),
+    ("cnn-a", _CNN, "--seed 0", 0.95, 30, (1,), 1),
+    ("cnn-b", _CNN, "--seed 1 --width 16", 0.95, 40, (1, 2), 2),
+    ("former-c", _FORMER, "--seed 2", 0.93, 20, (1,), 1),
+    ("cnn-d", _CNN, "--seed 3", 0.96, 30, (1, 2), 2),
+    ("cnn-e", _CNN, "--seed 4 --width 16", 0.94, 40, (1, 2), 1),
+    ("former-f", _FORMER, "--seed 5", 0.95, 25, (1, 2), 1),
+    ("cnn-g", _CNN, "--seed 6 --width 32", 0.95, 25, (1,), 1),
+)
+_STRETCHED_MIX = (
+    ("wide-a", _STRETCHED, "--seed 0 --width 16", 0.95, 15, (1,), 1),
+    ("two-b", _STRETCHED, "--seed 1", 0.93, 20, (1, 2), 2),
+    ("one-c", _STRETCHED, "--seed 2", 0.90, 10, (1,), 1),
+    ("two-d", _STRETCHED, "--seed 3 --width 16", 0.95, 15, (1, 2), 2),
+    ("one-e", _STRETCHED, "--seed 4", 0.93, 12, (1, 2), 1),
+    ("one-f", _STRETCHED, "--seed 5", 0.95, 20, (1, 2), 1),
+    ("wide-g", _STRETCHED, "--seed 6 --width 16", 0.93, 10, (1,), 1),
 )
 
 
-def mix() -> list[JobSpec]:
-    """Seven jobs of half a minute to a minute."""
-    specs = []
-    for name, example, width, seed, target, epochs, gpus, asked in _MIX:
-        size = [] if width is None else ["--width", str(width)]
-        fields: dict[str, Any] = {
-            "name": name,
-            "command": ["python", f"examples/{example}.py", "--epochs", "{max_epochs}", "--seed", str(seed), *size],
-            "gpus": gpus,
-            "num_gpus": asked,
-            "batch": {"global": 64},
-            "target": {"value": target},
-            "max_epochs": epochs,
-        }
-        specs.append(JobSpec.model_validate(fields))
-    return specs
+def job(row: tuple[str, str, str, float, int, tuple[int, ...], int]) -> JobSpec:
+    """One job of a table above."""
+    name, script, options, target, epochs, gpus, asked = row
+    fields: dict[str, Any] = {
+        "name": name,
+        "command": ["python", script, "--epochs", "{max_epochs}", *options.split()],
+        "gpus": gpus,
+        "num_gpus": asked,
+        "batch": {"global": 64},
+        "target": {"value": target},
+        "max_epochs": epochs,
+    }
+    return JobSpec.model_validate(fields)
+
+
+def jobs(kind: str) -> tuple[list[JobSpec], float]:
+    """The jobs, and seconds between their submissions."""
+    if kind == "demo":
+        return [load_job(path) for path in sorted((ROOT / "examples" / "demo").glob("*.yaml"))], 0.0
+    return [job(row) for row in (_MIX if kind == "mix" else _STRETCHED_MIX)], GAP_S
 
 
 def main() -> None:
@@ -60,13 +74,17 @@ def main() -> None:
     parser.add_argument("--policies", default="fifo,srtf,icefrog")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each policy")
     parser.add_argument("--slots", type=int, default=2, help="CPU slots")
-    parser.add_argument("--demo", action="store_true", help="the demo's three jobs, all at once, instead of the mix")
+    parser.add_argument(
+        "--jobs",
+        choices=["mix", "stretched", "demo"],
+        default="mix",
+        help="seven small jobs; seven that hardly notice a busy machine; the demo's three, all at once",
+    )
     args = parser.parse_args()
-    demo = [load_job(path) for path in sorted((ROOT / "examples" / "demo").glob("*.yaml"))]
-    specs, gap_s, kind = (demo, 0.0, "demo") if args.demo else (mix(), GAP_S, "mix")
+    specs, gap_s = jobs(args.jobs)
     for repeat in range(1, args.repeats + 1):
         for policy in args.policies.split(","):
-            home = Home(args.out.absolute() / f"{kind}-{policy}-{repeat}")
+            home = Home(args.out.absolute() / f"{args.jobs}-{policy}-{repeat}")
             if home.db.exists():
                 print(f"{home.path.name}: there already", flush=True)
                 continue

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from icefrog.estimate.ddp_only import ddp_only
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
@@ -76,6 +77,8 @@ def _on_equal_gpus(
 ) -> tuple[Candidate, ...]:
     age_s = max(now_s - view.submit_s, 0.0)
     current = view.config if view.running and not view.shared else None
+    if view.profile is not None and pricing.throughput == "ddp-only":
+        view = replace(view, profile=ddp_only(view.profile))
     if view.profile is not None and is_rigid(pricing):
         return _requested(view, view.profile, cluster, pricing, current, age_s)
     placements = _spans(view.spec.gpus, cluster)

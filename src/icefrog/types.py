@@ -44,6 +44,8 @@ class Pricing:
     """``requested``: a rigid policy, which looks at no other GPU count than the one that was asked for."""
     shares: bool = True
     """Whether the policy lets jobs share a GPU; with ``requested``, options for that are left out otherwise."""
+    throughput: Literal["layer-aware", "ddp-only"] = "layer-aware"
+    """``ddp-only``: sharded jobs are priced as if they were data parallel (:mod:`icefrog.estimate.ddp_only`)."""
     reads_progress: bool = True
     """Whether the policy looks at how far a running job is (samples done and left). Where it does not, simulated jobs that
     have nothing to tune are not interrupted to report, and ``effective_samples`` is that of the last stop."""

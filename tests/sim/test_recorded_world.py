@@ -11,6 +11,7 @@ from icefrog import events as ev
 from icefrog.errors import UserError
 from icefrog.estimate.throughput import throughput
 from icefrog.executors.sim.recorded import Recording, record, recorded_scenario, recorded_settings
+from icefrog.executors.sim.recorded.recording import StartCosts
 from icefrog.profile import Profile
 from icefrog.simulate import RunResult, simulate
 from icefrog.spec import FreezeRule, Target
@@ -200,3 +201,19 @@ def test_runs_with_which_nothing_can_be_compared_are_refused() -> None:
     other = replace(run, jobs={"third": run.jobs["first"]})
     with pytest.raises(UserError, match="third was not recorded"):
         recorded_scenario(run, other, cluster(1, 1))
+
+
+def test_a_slower_machine_is_told_by_the_samples_and_trains_more_slowly() -> None:
+    live, first_s, _ = queue()
+    run = record(live.records)
+    slow = run.slowed(1.5)
+    assert slow.slower_than(run) == pytest.approx(1.5)
+    finish_s, _ = finishes(simulated(slow, run, "fifo"))
+    started_s = UP_S + END_S  # as they were
+    assert finish_s == pytest.approx(started_s + 1.5 * (first_s - started_s), abs=1e-3)
+
+
+def test_medians_of_starts_are_by_gpu_count_and_the_nearest_stands_for_others() -> None:
+    costs = StartCosts.of([(1, 4.0), (1, 6.0), (1, 50.0), (4, 9.0)])
+    assert [costs.seconds(count) for count in (1, 2, 3, 8)] == [6.0, 6.0, 9.0, 9.0]
+    assert StartCosts.of([]).seconds(1) is None

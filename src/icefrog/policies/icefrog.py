@@ -72,6 +72,9 @@ class IceFrog:
         penalty: Literal["tuner", "freezeout"] = Field(
             default="tuner", description="freeze by the frozen penalty, or by the tuned FreezeOut schedule (ablation)"
         )
+        throughput: Literal["layer-aware", "ddp-only"] = Field(
+            default="layer-aware", description="ddp-only: sharded jobs are priced as data-parallel ones (ablation)"
+        )
         batch: Literal["fixed", "elastic"] = Field(
             default="elastic", description="elastic: within the range that a job gives; fixed: its first batch"
         )
@@ -92,7 +95,12 @@ class IceFrog:
     def pricing(self) -> Pricing:
         """The Layer Tuner by default; the options of the paper's ablations change it."""
         chosen = self.options
-        return Pricing(freezing=chosen.penalty, batch=chosen.batch, sharing_speed=chosen.slowdown)
+        return Pricing(
+            freezing=chosen.penalty,
+            batch=chosen.batch,
+            sharing_speed=chosen.slowdown,
+            throughput=chosen.throughput,
+        )
 
     def decide(self, snapshot: Snapshot, candidates: Candidates) -> Plan:
         """One IceShare problem: build, solve, map back."""

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from icefrog.estimate.terms import compute_s
-from icefrog.profile import ComputeCurve, FloatArray, OccupancyParams, SyncCurve, ThroughputParams
+from icefrog.profile import ComputeCurve, FloatArray, OccupancyParams, Profile, Sharded, SyncCurve, ThroughputParams
 
 PEAK_FLOPS = {"tf32": 156e12, "bf16": 312e12}  # NVIDIA A100 data sheet, dense
 EFFICIENCY = {
@@ -50,6 +50,19 @@ class Cost:
     saved_bytes: float  # at the precision in use
     num_layers: int
     weighted_modules: int
+
+
+def as_sharded(profile: Profile) -> Profile:
+    """A sharded task with its traffic where it happens (Eq. 9, 10), of one that has it all in T_sync.
+
+    Of the three parts of SHARDED_VOLUME one is the reduce-scatter of gradients; the other two gather parameters, beside the
+    forward pass and beside the backward pass. The volumes are the same.
+    """
+    part = profile.throughput.sync.model_copy(update={name: time / 3 for name, time in profile.throughput.sync})
+    alpha_s = profile.throughput.sync_alpha_s / 3
+    params = profile.throughput.model_copy(update={"sync": part, "sync_alpha_s": alpha_s})
+    parallel = Sharded(gather=part, gather_alpha_s=alpha_s, gather_gamma=OVERLAP_GAMMA)
+    return profile.model_copy(update={"throughput": params, "parallel": parallel})
 
 
 def with_freezing(params: ThroughputParams) -> ThroughputParams:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,15 @@ class Interval:
     frozen_layers: int
     samples: float  # processed
     seconds: float
+
+    @property
+    def config(self) -> tuple[int, int]:
+        """(GPUs, frozen layers)."""
+        return self.grant.num_gpus, self.frozen_layers
+
+    def slowed(self, factor: float) -> Interval:
+        """As long as ``factor`` of it."""
+        return replace(self, seconds=self.seconds * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +89,13 @@ class JobRecording:
         firsts = [start.first for start in self.starts if start.first is not None]
         usual = list(self.intervals) or firsts
         same = [one for one in usual if one.grant.num_gpus == num_gpus]
-        alike = [one for one in same if one.frozen_layers == frozen_layers]
+        alike = [one for one in same if one.config == (num_gpus, frozen_layers)]
         return float(np.median([one.seconds / one.samples for one in alike or same or usual]))
+
+    def slowed(self, factor: float) -> JobRecording:
+        """The same on a machine on which training takes ``factor`` times as long; starting and stopping as it was."""
+        starts = [replace(start, first=start.first and start.first.slowed(factor)) for start in self.starts]
+        return replace(self, intervals=tuple(one.slowed(factor) for one in self.intervals), starts=tuple(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,19 @@ class Recording:
     def mean_jct_s(self) -> float:
         """Mean job completion time."""
         return float(np.mean([job.jct_s for job in self.jobs.values()]))
+
+    def slowed(self, factor: float) -> Recording:
+        """The costs on a machine on which training takes ``factor`` times as long; the jobs' lives stay as they were."""
+        return replace(self, jobs={job_id: job.slowed(factor) for job_id, job in self.jobs.items()})
+
+    def slower_than(self, other: Recording) -> float:
+        """How many times as long a sample took here: median over jobs, GPU counts and depths of both runs; 1: none."""
+        ratios = []
+        for job_id, job in self.jobs.items():
+            there = other.jobs[job_id]
+            for gpus, depth in {one.config for one in job.intervals} & {one.config for one in there.intervals}:
+                ratios.append(job.seconds_per_sample(gpus, depth) / there.seconds_per_sample(gpus, depth))
+        return float(np.median(ratios)) if ratios else 1.0
 
 
 def record(records: Iterable[ev.AnyRecord]) -> Recording:
