@@ -9,7 +9,7 @@ controller's own code: one row a pair. ``--jobs`` lists the jobs of each pair.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +29,6 @@ HEADER = (
     "slower by",
     "told that: error",
     "a job, mean",
-    "and samples: error",
-    "a job, mean",
 )
 
 
@@ -45,13 +43,12 @@ class LiveRun:
 
 @dataclass(frozen=True)
 class Compared:
-    """Completion times by job, s; and what a simulation says that is told more and more of how the live run went."""
+    """Completion times by job, s."""
 
-    slower: float  # how much slower the machine was than in the run that the costs are from
     live: dict[str, float]
     simulated: dict[str, float]
-    speed_told: dict[str, float]  # told that one number
-    samples_told: dict[str, float]  # and after how many effective samples each job ended
+    slower: float | None  # how much slower training was than in the run that the costs are from; None: not to be told
+    speed_told: dict[str, float]  # simulated, told that one number
 
 
 def read(path: Path) -> LiveRun:
@@ -67,21 +64,18 @@ def read(path: Path) -> LiveRun:
 def compare(costs: LiveRun, run: LiveRun) -> Compared:
     """``run``, simulated from what ``costs`` measured."""
     slower = run.recording.slower_than(costs.recording)
-    as_slow = replace(costs, recording=costs.recording.slowed(slower))
-    needed = {job_id: job.needed_samples for job_id, job in run.recording.jobs.items()}
     return Compared(
-        slower=slower,
         live={job_id: job.jct_s for job_id, job in run.recording.jobs.items()},
-        simulated=jct_s(costs, run),
-        speed_told=jct_s(as_slow, run),
-        samples_told=jct_s(as_slow, run, needed),
+        simulated=jct_s(costs.recording, run),
+        slower=slower,
+        speed_told=jct_s(costs.recording.slowed(slower or 1.0), run),
     )
 
 
-def jct_s(costs: LiveRun, run: LiveRun, needed: dict[str, float] | None = None) -> dict[str, float]:
+def jct_s(costs: Recording, run: LiveRun) -> dict[str, float]:
     """Simulated completion times, by job."""
     of = run.settings
-    scenario = recorded_scenario(costs.recording, run.recording, of.cluster, needed)
+    scenario = recorded_scenario(costs, run.recording, of.cluster)
     settings = recorded_settings(run.recording, of.round_s, of.restart_s, of.seed)
     result = simulate(scenario, of.policy, of.options, settings)
     if result.stalled:
@@ -97,10 +91,11 @@ def errors(live: dict[str, float], simulated: dict[str, float]) -> list[str]:
 
 def row(run: LiveRun, source: str, found: Compared) -> list[str]:
     """What is printed of one pair."""
-    live_s, simulated_s = (float(np.mean(list(times.values()))) for times in (found.live, found.simulated))
-    told = [errors(found.live, times) for times in (found.simulated, found.speed_told, found.samples_told)]
-    means = [f"{live_s:.1f}", f"{simulated_s:.1f}"]
-    return [run.name, source, *means, *told[0], f"{found.slower:.2f}", *told[1], *told[2]]
+    means = [f"{float(np.mean(list(times.values()))):.1f}" for times in (found.live, found.simulated)]
+    told = ["-"] * 3
+    if found.slower is not None and source != "itself":
+        told = [f"{found.slower:.2f}", *errors(found.live, found.speed_told)]
+    return [run.name, source, *means, *errors(found.live, found.simulated), *told]
 
 
 def main() -> None:

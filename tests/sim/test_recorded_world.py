@@ -208,9 +208,25 @@ def test_a_slower_machine_is_told_by_the_samples_and_trains_more_slowly() -> Non
     run = record(live.records)
     slow = run.slowed(1.5)
     assert slow.slower_than(run) == pytest.approx(1.5)
+    frozen = {"first": replace(run.jobs["first"], intervals=())}
+    assert replace(run, jobs=frozen).slower_than(run) is None
     finish_s, _ = finishes(simulated(slow, run, "fifo"))
     started_s = UP_S + END_S  # as they were
     assert finish_s == pytest.approx(started_s + 1.5 * (first_s - started_s), abs=1e-3)
+
+
+def test_a_job_that_was_counted_as_started_is_up_when_it_says_so() -> None:
+    """An executor takes ranks that are silent for long for a job that does not report; this one does, at last."""
+    live, *_ = queue()
+    index = next(i for i, one in enumerate(live.records) if isinstance(one, ev.JobStarted))
+    real = live.records[index]
+    assert isinstance(real, ev.JobStarted)
+    says = {"epoch": 0, "effective_samples": 0.0, "total_samples": real.total_samples, "reason": "first report"}
+    first = ev.ProgressReported(time_s=real.time_s, job_id="first", attempt=1, **says)
+    early = real.model_copy(update={"time_s": real.time_s - UP_S, "total_samples": None})
+    live.records[index : index + 1] = [early, first]
+    (start,) = record(live.records).jobs["first"].starts
+    assert start.up_s == pytest.approx(UP_S)
 
 
 def test_medians_of_starts_are_by_gpu_count_and_the_nearest_stands_for_others() -> None:

@@ -115,14 +115,14 @@ class Recording:
         """The costs on a machine on which training takes ``factor`` times as long; the jobs' lives stay as they were."""
         return replace(self, jobs={job_id: job.slowed(factor) for job_id, job in self.jobs.items()})
 
-    def slower_than(self, other: Recording) -> float:
-        """How many times as long a sample took here: median over jobs, GPU counts and depths of both runs; 1: none."""
+    def slower_than(self, other: Recording) -> float | None:
+        """How many times as long a sample took here: median over jobs, GPU counts and depths of both runs; None: none."""
         ratios = []
         for job_id, job in self.jobs.items():
             there = other.jobs[job_id]
             for gpus, depth in {one.config for one in job.intervals} & {one.config for one in there.intervals}:
                 ratios.append(job.seconds_per_sample(gpus, depth) / there.seconds_per_sample(gpus, depth))
-        return float(np.median(ratios)) if ratios else 1.0
+        return float(np.median(ratios)) if ratios else None
 
 
 def record(records: Iterable[ev.AnyRecord]) -> Recording:
@@ -216,7 +216,9 @@ class _Job:
 
     def _reported(self, one: ev.ProgressReported, attempt: _Attempt) -> None:
         samples = (one.effective_samples - self.since[1]) / self.psi
-        if samples > 0.0:
+        if samples <= 0.0 and attempt.reports == 0:  # it took so long to come up that it was counted as started before
+            attempt.up_s += one.time_s - self.since[0]
+        elif samples > 0.0:
             interval = Interval(attempt.grant, self.frozen_layers, samples, one.time_s - self.since[0])
             if attempt.reports == 0:
                 attempt.first = interval

@@ -28,7 +28,6 @@ class RecordedWorld:
         costs: the run in which they were measured.
         arrivals: the run that is simulated: of it, the submissions only.
         cluster: of both.
-        needed: effective samples at which jobs end, by id; default: those of ``costs``.
 
     Raises:
         UserError: a job of ``arrivals`` was not recorded.
@@ -36,9 +35,7 @@ class RecordedWorld:
 
     failures_per_gpu_h = 0.0
 
-    def __init__(
-        self, costs: Recording, arrivals: Recording, cluster: ClusterSpec, needed: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, costs: Recording, arrivals: Recording, cluster: ClusterSpec) -> None:
         if missing := [job_id for job_id in arrivals.jobs if job_id not in costs.jobs]:
             raise UserError(f"job {missing[0]} was not recorded", "give two runs of the same jobs")
         self.cluster = cluster
@@ -46,7 +43,6 @@ class RecordedWorld:
             job.spec.model_copy(update={"submit_s": job.submit_s}) for job in arrivals.jobs.values()
         )
         self._costs = costs
-        self._needed = needed or {job_id: job.needed_samples for job_id, job in costs.jobs.items()}
         jobs = costs.jobs.values()
         self._up_s = StartCosts.of([(start.num_gpus, start.up_s) for job in jobs for start in job.starts])
         self._warmup_s = StartCosts.of([pair for job in jobs for pair in job.warmups_s()])
@@ -68,7 +64,7 @@ class RecordedWorld:
             estimate=job.profile,
             curves=RecordedCurves.of(job),
             split=np.ones(job.profile.num_layers),
-            total_samples=self._needed[spec.job_id],
+            total_samples=job.needed_samples,
         )
         return RecordedJob(
             job, truth, partial(self._cost, job), _EXACT, partial(self.rng, spec.job_id, 1), self.cluster
@@ -76,10 +72,9 @@ class RecordedWorld:
 
     def _cost(self, job: JobRecording, num_gpus: int) -> Cost:
         """The job's own where it was started on so many GPUs, else what starts on as many took in that run."""
-        own_up = dict.fromkeys(start.num_gpus for start in job.starts)
         ups = StartCosts.of([(start.num_gpus, start.up_s) for start in job.starts])
         warmups = StartCosts.of(job.warmups_s())
-        up_s = (ups if num_gpus in own_up else self._up_s).seconds(num_gpus)
+        up_s = (ups if num_gpus in ups.by_gpus else self._up_s).seconds(num_gpus)
         warmup_s = (warmups if num_gpus in warmups.by_gpus else self._warmup_s).seconds(num_gpus)
         return Cost(up_s or 0.0, warmup_s or 0.0, _median(list(job.stops_s)) or self._stop_s or 0.0)
 
@@ -88,11 +83,9 @@ def _median(values: list[float]) -> float | None:
     return float(np.median(values)) if values else None
 
 
-def recorded_scenario(
-    costs: Recording, arrivals: Recording, cluster: ClusterSpec, needed: Mapping[str, float] | None = None
-) -> Scenario:
+def recorded_scenario(costs: Recording, arrivals: Recording, cluster: ClusterSpec) -> Scenario:
     """Arguments and errors as in :class:`RecordedWorld`. The scheduler knows what it was told at submission."""
-    world = RecordedWorld(costs, arrivals, cluster, needed)
+    world = RecordedWorld(costs, arrivals, cluster)
     told = {job_id: job.submitted_profile for job_id, job in arrivals.jobs.items() if job.submitted_profile is not None}
     return Scenario(cluster, world, len(world.specs), told)
 
