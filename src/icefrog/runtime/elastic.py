@@ -157,6 +157,7 @@ class LayerElastic:
         self.stepped = False
         """Whether the last ``optimizer.step()`` was a real one, not an accumulation micro-step (for per-step schedulers)."""
         self.agent.listen()
+        self._world.enter()
 
     # --- what the user looks at
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.meeting import meeting
 
 OUTSIDE = "(frozen by you)"
 """Stands for the parameters outside all layers."""
@@ -32,20 +32,23 @@ class World:
     """
 
     def __init__(self, device: torch.device, timeout_s: float = 600.0) -> None:
-        self.started = False
         env_size = int(os.environ.get("WORLD_SIZE", "1"))
         if dist.is_available() and not dist.is_initialized() and env_size > 1:
             single_node = os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
             if single_node:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-            self.started = True
+            meeting().start(backend, timeout_s)
+        self._entered: Any = None  # the group, if it was started here: by this object, or for another LayerElastic
         up = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size() if up else 1
         self.rank = dist.get_rank() if up else 0
         gloo = up and "gloo" in str(dist.get_backend_config()) if self.size > 1 else True
         self.control_device = torch.device("cpu") if gloo else device
+
+    def enter(self) -> None:
+        """Use the group from now on, until :meth:`close`. (Until then a failure leaves it to the next one who tries.)"""
+        self._entered = meeting().enter()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce of a small tensor, returned on the control device; the value itself in a single process."""
@@ -94,10 +97,10 @@ class World:
                 dist.broadcast(param.data, src=0)
 
     def close(self) -> None:
-        """Leave the process group if this object started it."""
-        if self.started and dist.is_initialized():
-            dist.destroy_process_group()
-            self.started = False
+        """Leave the process group if it was started here; the last to leave ends it. One of the user's own stays."""
+        group, self._entered = self._entered, None
+        if group is not None:
+            meeting().leave(group)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
