@@ -35,7 +35,7 @@ class Meeting:
         self._place: tuple[str | None, ...] = ()
         self._store: Any = None
         self._rank, self._size = 0, 1
-        self._names = ""  # of the present group, in the store
+        self._names: Any = None  # of the present group: a part of the store
         self._group: Any = None
         self._users = 0
 
@@ -46,17 +46,21 @@ class Meeting:
             backend: as PyTorch names it.
             timeout_s: for the other ranks to come, and of every collective.
         """
+        from torch.distributed.distributed_c10d import PrefixStore  # not in every build of PyTorch
+        from torch.distributed.rendezvous import rendezvous
+
         timeout = timedelta(seconds=timeout_s)
         place = tuple(os.environ.get(name) for name in _PLACE)
         if place != self._place:
-            self._store = None  # first: it may hold the port
-            self._store, self._rank, self._size = next(dist.rendezvous("env://", timeout=timeout))
+            self._store, self._place = None, ()  # first: it may hold the port
+            self._store, self._rank, self._size = next(rendezvous("env://", timeout=timeout))
             self._place = place
         # Counted in the store, which may outlive this process.
-        self._names = f"icefrog/{self._store.add(f'icefrog/starts/{self._rank}', 1)}"
+        start = self._store.add(f"icefrog/starts/{self._rank}", 1)
+        self._names = PrefixStore(f"icefrog/{start}", self._store)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(self._names, self._store),
+            store=self._names,
             rank=self._rank,
             world_size=self._size,
             timeout=timeout,
@@ -89,11 +93,11 @@ class Meeting:
     def _part(self) -> None:
         """Collective. Return when every rank is here; rank 0, which may hold the store, when the others have left it."""
         limit = timedelta(seconds=_PART_S)
-        store = dist.PrefixStore(f"{self._names}/part", self._store)
-        if store.add("here", 1) == self._size:
-            store.set("all", "")
-        store.wait(["all"], limit)
+        store = self._names
+        if store.add("part/here", 1) == self._size:
+            store.set("part/all", "")
+        store.wait(["part/all"], limit)
         if self._rank > 0:
-            store.set(f"left/{self._rank}", "")
+            store.set(f"part/left/{self._rank}", "")
         else:
-            store.wait([f"left/{rank}" for rank in range(1, self._size)], limit)
+            store.wait([f"part/left/{rank}" for rank in range(1, self._size)], limit)
