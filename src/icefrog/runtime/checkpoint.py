@@ -21,6 +21,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from icefrog.runtime.folder_lock import FolderLock
+
 KEEP = 2
 # Seven counted digits behind a zero, so that a date (20231231.json) is not taken for ours.
 _OWN = re.compile(r"0\d{7}\.(pt|json|dcp)(\.tmp)?", re.ASCII)
@@ -41,6 +43,8 @@ class CheckpointStore:
         self.folder = Path(folder)
         self.keep = keep
         self._damaged: set[int] = set()
+        self.lock: FolderLock | None = None
+        """Of a running job, which must have the folder for itself; None: whoever likes may write."""
 
     def save(self, state: dict[str, Any], summary: dict[str, Any]) -> Path:
         """Write one more checkpoint; when this returns it is on disk. ``summary``: a few JSON values for humans."""
@@ -66,11 +70,31 @@ class CheckpointStore:
         return path
 
     def next_path(self, suffix: str) -> Path:
-        """Where the next checkpoint goes; the folder exists then, and what killed runs left in it is gone."""
+        """Where the next checkpoint goes; the folder exists then, and what killed runs left in it is gone.
+
+        Raises:
+            UserError: the folder is another job's.
+        """
+        if self.lock is not None:
+            self.lock.check(self)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.forget_old()
         number = max((_number(path) for path in self.paths()), default=0) + 1
         return self.folder / f"{number:08d}{suffix}"
+
+    def claim(self) -> None:
+        """The folder is this store's from now on, until :meth:`close`. Only in the process that writes.
+
+        Raises:
+            UserError: another job has it.
+        """
+        if self.lock is not None:
+            self.lock.take(self)
+
+    def close(self) -> None:
+        """Another job may have the folder."""
+        if self.lock is not None:
+            self.lock.release(self)
 
     def paths(self) -> list[Path]:
         """Complete checkpoints, newest first (not verified)."""

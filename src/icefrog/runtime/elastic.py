@@ -495,4 +495,4 @@ class LayerElastic:
                 closing.callback(self._scaler.close)
             closing.callback(self._engine.close)
             closing.callback(self._decider.close)
-            closing.callback(self._keeper.wait)
+            closing.callback(self._keeper.close)

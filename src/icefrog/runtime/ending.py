@@ -44,7 +44,7 @@ class Ending:
             self._asked = True
             self.on_stop()
             return
-        self._keeper.wait()
+        self._keeper.close()
         self._reporter.stopped(at)
         self._world.close()
         raise Stopped
@@ -77,5 +77,5 @@ class Ending:
         """Wait for the last checkpoint; False: the end was reported before."""
         first, self._reported = not self._reported, True
         if first:
-            self._keeper.wait()
+            self._keeper.close()
         return first

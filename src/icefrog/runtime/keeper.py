@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from icefrog.errors import UserError
 from icefrog.runtime.checkpoint import CheckpointStore, load
+from icefrog.runtime.folder_lock import lock_of
 from icefrog.runtime.hostcopy import HostCopy
 from icefrog.runtime.reporting import Reporter
 from icefrog.runtime.wrapping import World
@@ -35,10 +36,13 @@ def open_store(folder: Path, *, sharded: bool) -> CheckpointStore:
         sharded: no rank holds the whole state.
     """
     if not sharded:
-        return CheckpointStore(folder)
-    from icefrog.runtime.sharded import ShardedStore  # half a second to load
+        store = CheckpointStore(folder)
+    else:
+        from icefrog.runtime.sharded import ShardedStore  # half a second to load
 
-    return ShardedStore(folder, dist.new_group(backend="gloo"))
+        store = ShardedStore(folder, dist.new_group(backend="gloo"))
+    store.lock = lock_of(folder)
+    return store
 
 
 @dataclass(slots=True)
@@ -123,6 +127,18 @@ class Keeper:
                 f"make room in {self.store.folder}, or make it writable; the checkpoint before it is still there",
             ) from error
 
+    def close(self) -> None:
+        """As :meth:`wait`; and the folder is free for another job.
+
+        Raises:
+            UserError: the last checkpoint cannot be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self.store is not None:
+                self.store.close()
+
     def join(self) -> None:
         """Return when no write is in flight any more, whether it went well or not."""
         if self._thread is not None:
@@ -158,12 +174,16 @@ class Keeper:
     # --- restoring
 
     def newest(self, held: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, Any] | None:
-        """Collective. The state of the newest checkpoint that is whole; None: there is none.
+        """Collective. The state of the newest checkpoint that is whole; None: there is none. The folder is this job's then.
 
         Args:
             held: gives what this rank holds of a model that is spread over ranks: of a sharded checkpoint no more is read.
+
+        Raises:
+            UserError: another job keeps its checkpoints there; on all ranks.
         """
         self.join()
+        self._claim()
         path = None
         if self.store is not None and self._world.rank == 0:
             with warnings.catch_warnings(record=True) as caught:
@@ -179,3 +199,14 @@ class Keeper:
         from icefrog.runtime import sharded
 
         return sharded.load(path, held() if self.store is not None and self.store.collective else None)
+
+    def _claim(self) -> None:
+        refused: tuple[str, str] | None = None
+        if self.store is not None and self._world.rank == 0:
+            try:
+                self.store.claim()
+            except UserError as error:
+                refused = error.message, error.hint
+        refused = self._world.from_rank0(refused)
+        if refused is not None:
+            raise UserError(*refused)
