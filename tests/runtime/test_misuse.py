@@ -220,10 +220,19 @@ def checkpointed(folder: Path) -> None:
     elastic.close()
 
 
-def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
     checkpointed(tmp_path)
-    with pytest.raises(UserError, match="another kind of optimizer: SGD wants dampening, momentum"):
-        made(torch.optim.SGD, checkpoint_dir=tmp_path).begin(2)
+    with pytest.raises(UserError, match=f"another kind of optimizer: Adam, not {kind.__name__}"):
+        made(kind, checkpoint_dir=tmp_path).begin(2)
+
+
+def test_a_state_of_an_optimizer_with_fewer_settings(tmp_path: Path) -> None:
+    elastic = made()
+    state = elastic.state_dict()
+    del state["optimizer"]["groups"][0]["amsgrad"]
+    with pytest.raises(UserError, match="another kind of optimizer: this Adam wants amsgrad"):
+        elastic.load_state_dict(state)
 
 
 def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         groups.append({**settings, "params": [names[id(param)] for param in live["params"]]})
     by_index = dict(_indexed(packed, optimizer))
     state = {names[id(param)]: packed["state"][index] for index, param in by_index.items() if index in packed["state"]}
-    return {"groups": groups, "state": state}
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -43,10 +43,16 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
             f"the optimizer's parameter groups differ from the checkpoint's: {what}",
             "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
         )
+    kind = type(optimizer).__name__
+    if saved.get("kind", kind) != kind:  # Adam and AdamW have the same settings and state, and train otherwise
+        raise UserError(
+            f"the checkpoint is of another kind of optimizer: {saved['kind']}, not {kind}",
+            "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
+        )
     lacking = sorted(set(optimizer.defaults).difference(*saved["groups"]))
     if lacking:
         raise UserError(
-            f"the checkpoint is of another kind of optimizer: {type(optimizer).__name__} wants {', '.join(lacking)}",
+            f"the checkpoint is of another kind of optimizer: this {kind} wants {', '.join(lacking)}",
             "build the optimizer as in the run that wrote the checkpoint, or start in an empty checkpoint folder",
         )
     packed = optimizer.state_dict()

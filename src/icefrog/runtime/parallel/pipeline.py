@@ -349,13 +349,13 @@ class Pipeline(Parallel):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Groups as they are, and the state of all stages' parameters."""
         packed = named_state.optimizer_state(self.model, optimizer)
-        return {"groups": packed["groups"], "state": self._merge(packed["state"])}
+        return {**packed, "state": self._merge(packed["state"])}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Groups, and the state of this rank's parameters (and of those outside the model)."""
         names = {name for name, _ in self.model.named_parameters()}
         mine = {name: value for name, value in state["state"].items() if name in self._held or name not in names}
-        named_state.load_optimizer_state(self.model, optimizer, {"groups": state["groups"], "state": mine})
+        named_state.load_optimizer_state(self.model, optimizer, {**state, "state": mine})
 
 
 def _on_cpu(value: Any) -> Any:
