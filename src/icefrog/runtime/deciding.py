@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from icefrog.runtime.protocol import Grant
 from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.rules import FreezeOut, NoFreezing
 from icefrog.runtime.rules.base import Bounds, CacheState, FreezingRule, Gradients, Hands, Proposal, Situation
+from icefrog.runtime.trained import Foreign, last_trained
 from icefrog.types import Config
 
 __all__ = ["Decider", "bounds_of"]
@@ -92,6 +94,8 @@ class Decider:
         self._pace: Pace | None = None
         self._loss: float | torch.Tensor = 0.0
         self._losses = 0
+        self._foreign = Foreign(engine.optimizer)
+        self._told = False
         if rule.observes and engine.parallel.sharded:
             raise UserError(
                 f"rule {rule.name!r} looks at whole gradients, and under {engine.parallel.name} a rank holds a part of them",
@@ -262,7 +266,17 @@ class Decider:
     def _bounds(self) -> Bounds:
         if self.engine.freezer.reentrant:
             return Bounds(0, 0)
-        return bounds_of(len(self.engine.layers), self.max_fraction, self.agent.grant)
+        layers = self.engine.layers
+        found = bounds_of(len(layers), self.max_fraction, self.agent.grant)
+        most = last_trained(layers, self.engine.optimizer)
+        if (foreign := self._foreign.first(layers)) is not None:
+            most = min(most, foreign)
+            if not self._told and self.world.rank == 0:
+                self._told = True
+                message = f"{layers[foreign].name} is trained by another optimizer: no rule freezes it, or what follows"
+                warnings.warn(message, stacklevel=2)
+                self.reporter.warned(message)
+        return Bounds(min(found.min_frozen, most), min(found.max_frozen, most))
 
     def _situation(self, at: Counters, profile: Profile | None, loss: float | None) -> Situation:
         engine, grant = self.engine, self.agent.grant
@@ -338,6 +352,7 @@ class Decider:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`. A rule that the checkpoint does not know starts afresh."""
+        self._foreign.restart()
         self.metrics = list(state["metrics"])
         self.best_metric = state["best_metric"]
         self.stalled = state["stalled"]

@@ -29,6 +29,7 @@ from icefrog.runtime.reentrant import FIX, PROBLEM
 from icefrog.runtime.statistics import Precondition, Statistics
 from icefrog.runtime.tensors import batch_size
 from icefrog.runtime.timing import StepTimer, StepTimes
+from icefrog.runtime.trained import trained_by
 from icefrog.runtime.wrapping import World
 
 
@@ -259,7 +260,8 @@ class Engine(HookOwner):
         before = [id(param) for layer in self.layers for param in layer.params.values()]
         names = self.freezer.put_right()
         after = [id(param) for layer in self.layers for param in layer.params.values()]
-        counts = self.world.sum(torch.tensor([float(len(names)), float(before != after)]))
+        renewed = before != after or self.statistics.trained != trained_by(self.optimizer)  # groups may have been added
+        counts = self.world.sum(torch.tensor([float(len(names)), float(renewed)]))
         if float(counts[1]) > 0:
             self._attach()
         elif float(counts[0]) > 0:
@@ -282,7 +284,8 @@ class Engine(HookOwner):
             return
         variance = self.tracker.variance
         if not np.any(variance[:depth] > 0):  # frozen by hand before anything was observed
-            sizes = [float(layer.param_bytes) for layer in self.layers]
+            own = self.statistics.trained
+            sizes = [float(sum(p.nbytes for p in layer.params.values() if id(p) in own)) for layer in self.layers]
             self.psi = sum(sizes[depth:]) / sum(sizes)
             return
         worth = float(frozen_penalty(variance)[depth])

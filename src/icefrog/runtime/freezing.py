@@ -24,6 +24,7 @@ from icefrog.runtime.checksum import checksum
 from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.reentrant import FIX, PROBLEM, in_reentrant_checkpoint
+from icefrog.runtime.trained import last_trained
 
 
 class Freezer(HookOwner):
@@ -80,6 +81,11 @@ class Freezer(HookOwner):
             )
         if not 0 <= frozen_layers < total:
             raise UserError(f"cannot freeze {frozen_layers} layers of {total}", f"choose 0 to {total - 1}")
+        if frozen_layers > (most := last_trained(self.layers, self.optimizer)):
+            raise UserError(
+                f"cannot freeze {frozen_layers} layers: the optimizer has no parameter of the layers behind them",
+                f"freeze at most {most}, or give the optimizer what should be trained",
+            )
         if frozen_layers and isinstance(self.optimizer, torch.optim.LBFGS):
             raise UserError(
                 "LBFGS moves all parameters along one common direction, so a frozen prefix would not stay fixed",

@@ -31,6 +31,7 @@ from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.shards import as_slice, local_part
 from icefrog.runtime.timing import on_gradient
+from icefrog.runtime.trained import trained_by
 from icefrog.runtime.wrapping import World
 
 Precondition = Literal["auto", "raw"]
@@ -129,7 +130,9 @@ class Statistics:
         every: int = 1,
     ) -> None:
         self.num_layers = len(layers)
-        self.params = [param for layer in layers for param in layer.params.values()]
+        self.trained = trained_by(optimizer)
+        """Ids of the parameters that count: others may have gradients, but do not move."""
+        self.params = [param for layer in layers for param in layer.params.values() if id(param) in self.trained]
         self.layer_of = {id(param): i for i, layer in enumerate(layers) for param in layer.params.values()}
         self.preconditioner = Preconditioner(optimizer, precondition)
         self.world = world
@@ -257,7 +260,9 @@ class Statistics:
     def comm_hook(self, _state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP communication hook: the weighted average of the ranks' gradients, and |g_r|^2, |g|^2 on the way."""
         buffer, index = bucket.buffer(), bucket.index()
-        params, grads = bucket.parameters(), bucket.gradients()
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        counted = [(param, grad) for param, grad in pairs if id(param) in self.trained]
+        params, grads = [param for param, _ in counted], [grad for _, grad in counted]
         capture = self.capture
         scales = self._scales(params) if capture else None
         if capture and scales is None:
