@@ -8,8 +8,9 @@ again in every batch of the next.
 
 On a hit the modules of the prefix do not run: they hand on zeros of the right shape, and the one that finishes last hands
 on the cached rows. That is right only if everything that the rest of the network reads of the prefix comes through that
-last output; so before the first use at a boundary one batch is run both ways, and unless the results are equal the cache
-stays off.
+last output, and if the prefix is a fixed function. So the rest of the network runs once more behind the first forward pass
+at a boundary, on what the prefix handed on there (:mod:`icefrog.runtime.prefix_trial`), and before the first use one batch
+is run both ways; unless the results are equal, and no random number was drawn before that last output, the cache stays off.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
+from icefrog.runtime.prefix_trial import Trial, all_equal
 from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, take_rows, template, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
 from icefrog.runtime.tensors import tensors_of
@@ -88,6 +90,8 @@ class PrefixCache(HookOwner):
         self._calls: list[nn.Module] = []
         self._shapes: dict[nn.Module, Any] = {}  # output template of each root: as left by the last real forward
         self._structure: Any = None
+        self._trial: Trial | None = None  # of the forward pass in progress
+        self._tried = False
         self._verified = False
         self._inside = False  # a verification is running, or the prefix alone
         self._filling = False  # the prefix alone is running
@@ -124,7 +128,8 @@ class PrefixCache(HookOwner):
             return
         self._drop_store()
         self._depth, self._kind, self._roots = freezer.frozen_layers, kind, freezer.prefix_roots()
-        self._last, self._verified, self._structure, self._filled = None, False, None, False
+        self._last, self._structure = None, None
+        self._tried = self._verified = self._filled = False
         self._shapes, self.hits, self.misses, self._looked_up, self._refresh_at = {}, 0, 0, 0, 1
         self.off_reason = "" if self._roots else "nothing is frozen"
         for handle in self._root_handles:
@@ -154,7 +159,7 @@ class PrefixCache(HookOwner):
         if model is not self.model or self._inside:
             return
         self._restore()
-        self.hit, self._keys = False, []
+        self.hit, self._keys, self._trial = False, [], None
         if not model.training or not torch.is_grad_enabled():
             return
         if isinstance(model.forward, CompiledForward):
@@ -174,21 +179,24 @@ class PrefixCache(HookOwner):
             rows = self._look_up()
         if rows is None:
             self.misses += 1
+            self._trial = None if self._tried else Trial(model, args, kwargs)
             return
         if not self._verified and not self._verify(args, kwargs, rows):
-            self._give_up("the rest of the network reads more of the prefix than its last output")
+            self._give_up(_READS_MORE)
             return
         self.hits += 1
         self.hit = self.used = True
         self._install(rows)
 
-    def _after(self, model: nn.Module, _args: Any, _output: Any) -> None:
+    def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
         if model is not self.model or self._inside:
             return
         self._restore()
         if not self.hit and self._keys and not self.off_reason:
             self._keep()
-        self._keys = []
+            if self._trial is not None and self._last is not None and not self.off_reason:
+                self._try_out(self._trial, output)
+        self._keys, self._trial = [], None
 
     def _root_done(self, root: nn.Module, _args: Any, output: Any) -> None:
         if self._filling and root is self._last:
@@ -197,6 +205,8 @@ class PrefixCache(HookOwner):
             return
         self._calls.append(root)
         self._captured = output
+        if self._trial is not None:
+            self._trial.prefix_ran()
         try:
             self._shapes[root] = template(output, self._batch)
         except UnsupportedError as problem:
@@ -295,35 +305,48 @@ class PrefixCache(HookOwner):
                 root.forward = own
         self._own_forward = {}
 
+    def _try_out(self, trial: Trial, output: Any) -> None:
+        """Behind the first forward pass: the rest of the network once more, so that what cannot work is said at once."""
+        self._tried = True
+        if trial.random:
+            self._give_up(
+                "random numbers are drawn before the prefix's last output (dropout in the model's own forward?)"
+            )
+            return
+        real = list(tensors_of(output))
+        rows = unpack(
+            self._structure, pack(self._captured, self._batch), next(self.model.parameters()).device
+        )  # a copy
+        short = self._in_its_place(rows, trial.again)
+        if short is None or not all_equal(real, short, exactly=False):  # gradients may choose other kernels
+            self._give_up(_READS_MORE)
+
     def _verify(self, args: Any, kwargs: Any, rows: Any) -> bool:
         """Run one batch both ways, leaving generators and buffers as they were."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        trial = Trial(self.model, args, kwargs)
         self._inside = True
         try:
-            outputs = []
-            for cached in (False, True):
-                if cached:
-                    self._install(rows)
-                with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-                    outputs.append(list(tensors_of(self.model(*args, **kwargs))))
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-        except Exception:  # whatever the network does with zeros
-            return False
+            real = trial.again()
+        finally:
+            self._inside = False
+        short = self._in_its_place(rows, trial.again)
+        self._verified = short is not None and all_equal(real, short, exactly=not self._filled)
+        return self._verified
+
+    def _in_its_place(self, rows: Any, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+        """What ``run`` gives with ``rows`` in the prefix's place; None: the network cannot do with zeros."""
+        self._inside = True
+        self._install(rows)
+        try:
+            return run()
+        except Exception:  # whatever it is
+            return None
         finally:
             self._restore()
             self._inside = False
-            for buffer, value in buffers:
-                with torch.no_grad():
-                    buffer.copy_(value)
-        real, short = outputs
-        self._verified = len(real) == len(short) and all(
-            _equal(a, b, exactly=not self._filled) for a, b in zip(real, short, strict=True)
-        )
-        return self._verified
 
 
+_READS_MORE = "the rest of the network reads more of the prefix than its last output"
 _MISSING: Any = object()
 
 
@@ -345,11 +368,3 @@ def _hands_on(value: Any) -> Callable[..., Any]:
         return value
 
     return forward
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor, *, exactly: bool) -> bool:
-    if a.shape != b.shape:
-        return False
-    if (exactly and a.device.type == "cpu") or not a.is_floating_point():
-        return torch.equal(a, b) or bool(torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
-    return bool(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True))  # some GPU kernels add in another order
