@@ -15,6 +15,7 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic, Pipeline
 from icefrog.runtime.rules.none import NoFreezing
+from icefrog.spec import Target
 
 
 def made(optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> LayerElastic:
@@ -241,3 +242,42 @@ def test_a_checkpoint_of_a_model_with_other_shapes(tmp_path: Path) -> None:
     elastic = LayerElastic(model, torch.optim.Adam(model.parameters()), checkpoint_dir=tmp_path, env={})
     with pytest.raises(UserError, match="the checkpoint is of another model"):
         elastic.begin(2)
+
+
+@pytest.mark.parametrize("depth", [1.7, 1.0, True, "1", None, torch.tensor(1.0)])
+def test_freezing_what_is_no_whole_number(depth: Any) -> None:
+    elastic = made()
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot freeze") as error:
+            elastic.freeze(depth)
+        assert error.value.hint == "give a whole number, 0 to 3"
+        elastic.freeze(torch.tensor(1))  # type: ignore[arg-type]
+        assert elastic.frozen_layers == 1
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf")])
+def test_an_infinite_metric_is_never_the_best(mode: Any, bad: float) -> None:
+    elastic = made(target=Target(metric="m", value=0.5 if mode == "min" else 2.0, mode=mode))
+    elastic.begin(9)
+    for metric in (1.0, bad):
+        steps(elastic)
+        decision = elastic.end_epoch(metric)
+        assert not decision.done
+    assert decision.metric is None
+    decider = elastic._decider
+    assert (decider.metrics, decider.best_metric, decider.stalled) == ([1.0], 1.0, 1)
+    steps(elastic)
+    elastic.end_epoch(float("nan"))
+    assert decider.stalled == 1  # it is none
+
+
+@pytest.mark.parametrize("name", ["00000001.pt", "00000001.json", "00000001.pt.tmp"])
+def test_a_folder_with_a_checkpoints_name_is_in_nobodys_way(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "inside").mkdir(parents=True)
+    checkpointed(tmp_path)
+    resumed = made(checkpoint_dir=tmp_path)
+    resumed.begin(2)
+    assert resumed.epoch == 1
+    resumed.close()
+    assert (tmp_path / name / "inside").is_dir()

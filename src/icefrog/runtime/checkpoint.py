@@ -79,7 +79,8 @@ class CheckpointStore:
             self.lock.check(self)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.forget_old()
-        number = max((_number(path) for path in self.paths()), default=0) + 1
+        # Whatever bears such a name counts: a folder of the user's, 00000003.pt, is in the way, too.
+        number = max((_number(path) for path in self.folder.iterdir() if _OWN.fullmatch(path.name)), default=0) + 1
         return self.folder / f"{number:08d}{suffix}"
 
     def claim(self) -> None:

@@ -107,12 +107,17 @@ class Decider:
     def see_metric(self, metric: float | None) -> float | None:
         """Collective. Take in a validation metric: the mean of those ranks that give one; None or NaN: nothing new.
 
+        An infinite one (a loss that overflowed) is no better than the best, whichever way, and no rule sees it.
+
         Returns:
-            The mean.
+            The mean, if it is finite.
         """
         mine = torch.tensor([math.nan if metric is None else float(metric)], dtype=torch.float64)
         given = [value for value in self.world.gather(mine).flatten().tolist() if not math.isnan(value)]
         if not given:
+            return None
+        if any(math.isinf(value) for value in given):
+            self.stalled += 1
             return None
         # Equal ones: exactly that.
         mean = given[0] if min(given) == max(given) else math.fsum(given) / len(given)

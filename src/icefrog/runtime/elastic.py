@@ -280,9 +280,9 @@ class LayerElastic:
         """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
 
         Raises:
-            UserError: not in 0..L-1; freezing every layer leaves nothing to train.
+            UserError: not a whole number in 0..L-1; freezing every layer leaves nothing to train.
         """
-        self._decider.move(int(self._world.from_rank0(frozen_layers)), self._at)
+        self._decider.move(self._engine.freezer.check(self._world.from_rank0(frozen_layers)), self._at)
         self._warn_of([])
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
@@ -368,7 +368,7 @@ class LayerElastic:
         """Collective. Close the epoch: decide the boundary, save, report.
 
         Args:
-            metric: validation metric; the mean over the ranks that give one counts.
+            metric: validation metric; the mean over the ranks that give one counts. NaN: none; infinite: never the best.
 
         Raises:
             DivergenceError: the ranks' parameters are not the same any more.

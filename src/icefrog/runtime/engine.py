@@ -198,9 +198,9 @@ class Engine(HookOwner):
         In the middle of an accumulation it waits for the optimizer step: a layer opened there would get the gradient of
         a part of the samples only.
         """
+        frozen_layers = self.freezer.check(frozen_layers)
         if frozen_layers == self.boundary:
             return False
-        self.freezer.check(frozen_layers)
         if self.counting.micro > 0:
             self._waiting = frozen_layers
             return True

@@ -12,6 +12,7 @@ has run in the same forward pass.*
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,11 @@ class Freezer(HookOwner):
                 checkpointing.
         """
         total = len(self.layers)
+        try:
+            frozen_layers = operator.index(None if isinstance(frozen_layers, bool) else frozen_layers)  # type: ignore[arg-type]
+        except TypeError as error:
+            problem = f"cannot freeze {frozen_layers!r} layers"
+            raise UserError(problem, f"give a whole number, 0 to {total - 1}") from error
         if frozen_layers == total:
             raise UserError(
                 f"cannot freeze all {total} layers: nothing would be left to train",
