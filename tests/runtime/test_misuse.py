@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 from torch import nn
+from two_ranks import Ranks
 
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic, Pipeline
@@ -281,3 +282,38 @@ def test_a_folder_with_a_checkpoints_name_is_in_nobodys_way(tmp_path: Path, name
     assert resumed.epoch == 1
     resumed.close()
     assert (tmp_path / name / "inside").is_dir()
+
+
+@pytest.mark.parametrize("accum", [1, 2, 3])
+@pytest.mark.parametrize("clips", [False, True])
+def test_clipping_in_the_loop_with_accumulation_is_told_once(accum: int, clips: bool) -> None:
+    elastic = made(accum_steps=accum)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for micro in range(3 * accum):
+            backward(elastic, 8 - micro % 2)  # of unequal size: what we rescale ourselves is no clipping
+            if clips:
+                nn.utils.clip_grad_norm_(elastic.model.parameters(), 100.0)
+            elastic.optimizer.step()
+            elastic.optimizer.zero_grad()
+    told = ["gradients are changed between" in str(item.message) for item in caught]
+    assert told == ([True] if clips and accum > 1 else [])
+
+
+def clip_between_ranks(clips: bool) -> list[str]:
+    elastic = made(accum_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            backward(elastic, 8)
+            if clips:
+                nn.utils.clip_grad_norm_(elastic.model.parameters(), 100.0)
+            elastic.optimizer.step()
+            elastic.optimizer.zero_grad()
+    elastic.close()
+    return [str(item.message) for item in caught if "gradients are changed" in str(item.message)]
+
+
+def test_clipping_is_told_between_ranks(ranks: Ranks) -> None:
+    assert [len(found) for found in ranks.run(clip_between_ranks, True)] == [1, 0]  # rank 0 speaks
+    assert ranks.run(clip_between_ranks, False) == [[], []]

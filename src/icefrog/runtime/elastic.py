@@ -398,7 +398,8 @@ class LayerElastic:
         self.stepped, self._trained = False, True
         if self._scaler is None and self._at.step == 0:
             refuse_unknown_scaler()
-        self._engine.micro_step(micro, self._at.cursor)
+        if message := self._engine.micro_step(micro, self._at.cursor):
+            self._warn(message)
 
     def _on_step(self, real_step: Callable[[], Any] | None) -> Any:
         """The step boundary: everything that must happen on all ranks at the same step happens here.

@@ -16,6 +16,7 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
+from icefrog.runtime.clip_watch import ClipWatch
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
 from icefrog.runtime.counting import Counting
 from icefrog.runtime.first_pass import FirstPass, training_flops
@@ -101,6 +102,7 @@ class Engine(HookOwner):
             model.register_forward_hook(self._forward_end, always_call=True),
         ]
         self.build(layers)
+        self._clip_watch = ClipWatch(list(layers[-1].params.values())[-1], options.accum_steps)
 
     def build(self, layers: list[Layer]) -> None:
         """(Re)make what depends on the layers; nothing may be frozen."""
@@ -171,6 +173,7 @@ class Engine(HookOwner):
             self._first_pass.end()
         if self.compiled is not None:
             self.compiled.close()
+        self._clip_watch.close()
         self.statistics.close()
         self.timer.close()
         self.parallel.close()
@@ -364,12 +367,13 @@ class Engine(HookOwner):
 
     # --- steps
 
-    def micro_step(self, micro: int, cursor: int) -> None:
-        """A micro-step's backward is over.
+    def micro_step(self, micro: int, cursor: int) -> str | None:
+        """A micro-step's backward is over. Returns what the user should know of the loop.
 
         Raises:
             UserError: the boundary moved between its forward and its backward pass, so ranks did not average gradients.
         """
+        message = self._clip_watch.micro_ended(micro)
         samples = self.counting.end_micro(micro, cursor)
         last = self.options.accum_steps - 1
         self.statistics.micro_step(samples)
@@ -380,6 +384,7 @@ class Engine(HookOwner):
             self.statistics.mean_is_ready()
         if last > 0:
             self._set_sync()
+        return message
 
     def step(self, real_step: Callable[[], Any] | None, wishes: Wishes) -> tuple[Any, int, Wishes]:
         """Collective. One optimizer step: statistics, then the step itself.
