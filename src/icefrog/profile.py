@@ -40,8 +40,9 @@ def altered(model: M, **changes: Any) -> M:
 
     What follows from the layers alone is handed on, unless they change.
     """
-    values = {**model.__dict__, **changes}
-    values.pop("memo", None)
+    values = model.__dict__ | changes
+    if "memo" in values:
+        del values["memo"]
     if "layers" in changes:
         values.pop("theta", None)
         values.pop("omega", None)

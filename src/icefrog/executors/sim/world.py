@@ -21,6 +21,7 @@ from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
 from icefrog.profile import (
+    FloatArray,
     GpuCost,
     OccupancyParams,
     Parallel,
@@ -65,6 +66,7 @@ class World:
         self._curves = curves
         self._errors = Streams(config.seed, self._specs, 0)  # of the estimates
         self._as_logged: dict[tuple[int, ...], tuple[Profile, AsLogged]] = {}
+        self._no_split: dict[int, FloatArray] = {}  # by number of layers
         self.jobs: Mapping[str, TrueJob] = LazyMap(self._specs, self._job, WeakValueDictionary())
         """By id; made anew where nobody has kept it."""
         self.estimates: Mapping[str, Profile] = LazyMap(self._specs, lambda job_id: self.jobs[job_id].estimate)
@@ -97,9 +99,17 @@ class World:
             occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
             by_gpu_type={t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
         )
-        split = np.exp(self.config.split_noise * rng.standard_normal(profile.num_layers))
+        split = self._split(profile.num_layers, rng)
         total = float(spec.max_epochs * profile.samples_per_epoch)
         return TrueJob(spec, truth, estimate, curves, split, total, request_nodes(spec, self.cluster))
+
+    def _split(self, num_layers: int, rng: np.random.Generator) -> FloatArray:
+        """Factors on the catalogue's variances; the last draw of a job, so that nobody misses it where there are none."""
+        if self.config.split_noise:
+            return np.asarray(np.exp(self.config.split_noise * rng.standard_normal(num_layers)))
+        if num_layers not in self._no_split:
+            self._no_split[num_layers] = np.ones(num_layers)
+        return self._no_split[num_layers]
 
     def _perturbed_parallel(self, job_id: str, truth: Parallel) -> Parallel:
         """One error for all of its communication; plain replicas draw none."""
@@ -202,23 +212,23 @@ _NUM_FACTORS = 11
 
 
 def _with_factors(params: ThroughputParams, factors: list[float], flop_gamma_factor: float = 1.0) -> ThroughputParams:
-    f = iter(factors)
+    f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10 = factors
     fwd, bwd, sync = params.fwd, params.bwd, params.sync
     return altered(
         params,
-        fwd=altered(fwd, alpha_s=fwd.alpha_s * next(f), beta_s=fwd.beta_s * next(f)),
-        bwd=altered(bwd, alpha_s=bwd.alpha_s * next(f), beta_s=bwd.beta_s * next(f)),
+        fwd=altered(fwd, alpha_s=fwd.alpha_s * f0, beta_s=fwd.beta_s * f1),
+        bwd=altered(bwd, alpha_s=bwd.alpha_s * f2, beta_s=bwd.beta_s * f3),
         sync=altered(
             sync,
-            intra_alpha_s=sync.intra_alpha_s * next(f),
-            intra_beta_s=sync.intra_beta_s * next(f),
-            inter_alpha_s=sync.inter_alpha_s * next(f),
-            inter_beta_s=sync.inter_beta_s * next(f),
-            pair_beta_s=sync.pair_beta_s * next(f),
+            intra_alpha_s=sync.intra_alpha_s * f4,
+            intra_beta_s=sync.intra_beta_s * f5,
+            inter_alpha_s=sync.inter_alpha_s * f6,
+            inter_beta_s=sync.inter_beta_s * f7,
+            pair_beta_s=sync.pair_beta_s * f8,
         ),
-        flop_alpha_s=params.flop_alpha_s * next(f),
+        flop_alpha_s=params.flop_alpha_s * f9,
         flop_gamma=params.flop_gamma * flop_gamma_factor,
-        sync_alpha_s=params.sync_alpha_s * next(f),
+        sync_alpha_s=params.sync_alpha_s * f10,
     )
 
 
