@@ -32,8 +32,8 @@ LAYER_ELASTIC = Pricing(freezing="tuner")
 
 def min_nodes(cluster: ClusterSpec, num_gpus: int) -> int | None:
     """Fewest nodes of the (empty) cluster that hold ``num_gpus``; None: the cluster is too small."""
-    spans = _spans((num_gpus,), cluster)
-    return spans[0][1] if spans else None
+    reach = cluster.largest_nodes_gpus
+    return bisect_left(reach, num_gpus) + 1 if num_gpus <= reach[-1] else None
 
 
 def candidates(

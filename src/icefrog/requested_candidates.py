@@ -5,7 +5,8 @@ A trace of 80,000 jobs under a policy that looks at one count would spend its ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from icefrog.estimate.full_layers import full_step_s
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
@@ -18,8 +19,7 @@ MIN_TTA_S = 1e-3
 _EQUAL = 1.0 + 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):
     """One split of the batch on the GPUs."""
 
     batch_per_gpu: int
@@ -41,7 +41,7 @@ def exclusive_option(
 ) -> list[Candidate]:
     """The fastest way to run on the requested GPUs that fits, if there is one; what runs now stays among equals."""
     count = view.spec.requested_gpus
-    ways = [way for way in _ways(view, profile, count, num_nodes) if way.mem_bytes <= gpu_mem_bytes]
+    ways = list(_ways(view, profile, count, num_nodes, gpu_mem_bytes))
     if not ways:
         return []
     best = max(ways, key=lambda way: way.throughput)
@@ -58,7 +58,7 @@ def shared_options(
     """The ways to run on half a GPU that no other beats in time, memory and utilisation, the fastest first."""
     ways = [
         way
-        for way in _ways(view, profile, 1, 1)
+        for way in _ways(view, profile, 1, 1, gpu_mem_bytes)
         if MEM_SAFETY * way.mem_bytes <= gpu_mem_bytes and way.util_pct <= MAX_UTIL_PCT
     ]
     ways.sort(key=lambda way: (-way.throughput, way.mem_bytes, way.util_pct))
@@ -69,16 +69,16 @@ def shared_options(
     return [_candidate(way, 1, age_s, remaining_samples, speed) for way in front]
 
 
-def _ways(view: JobView, profile: Profile, num_gpus: int, num_nodes: int) -> list[_Way]:
+def _ways(view: JobView, profile: Profile, num_gpus: int, num_nodes: int, gpu_mem_bytes: float) -> Iterator[_Way]:
+    """Those that fit into the memory of a GPU."""
     batch = view.spec.batch.initial
     mem, util = profile.occupancy.mem_bytes, profile.occupancy.util_pct
-    ways = []
     for m, k in split_batch(profile, batch, num_gpus):
-        step_s = full_step_s(profile, num_gpus, num_nodes, m, k)
         mem_bytes = max(mem[0] + mem[1] * m + mem[2] + mem[3], 0.0)
-        util_pct = min(max(util[0] + util[1] * m + util[2] + util[3], 0.0), 100.0)
-        ways.append(_Way(m, k, step_s, batch / step_s, mem_bytes, util_pct))
-    return ways
+        if mem_bytes <= gpu_mem_bytes:
+            step_s = full_step_s(profile, num_gpus, num_nodes, m, k)
+            util_pct = min(max(util[0] + util[1] * m + util[2] + util[3], 0.0), 100.0)
+            yield _Way(m, k, step_s, batch / step_s, mem_bytes, util_pct)
 
 
 def _candidate(
