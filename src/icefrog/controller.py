@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Protocol
 
 from icefrog import events as ev
@@ -13,7 +14,7 @@ from icefrog.placement import keeps_to_types, num_nodes, place
 from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
-from icefrog.types import Candidate, GpuId, JobView, Plan, Pricing, Snapshot
+from icefrog.types import Candidate, Config, GpuId, JobView, Plan, Pricing, Snapshot
 from icefrog.verify import PolicyError, verify
 
 __all__ = ["CandidateSource", "Controller", "ControllerConfig", "PolicyError", "Step", "verify"]
@@ -115,7 +116,10 @@ class Controller:
 
     def round_needed_after(self, events: Sequence[ev.Event]) -> float:
         """The same, once ``events`` are handled."""
-        return -math.inf if any(self._voids(event) for event in events) else self._stands_until_s
+        for event in events:
+            if self._voids(event):
+                return -math.inf
+        return self._stands_until_s
 
     def _voids(self, event: ev.Event) -> bool:
         """Whether the plan has to be looked at anew: a job arrived, or left its GPUs and somebody might want them."""
@@ -291,7 +295,7 @@ class Controller:
         """What takes a job from what it has to what is planned for it."""
         if job.phase is not Phase.PENDING and job.phase not in GRANTED:
             return None  # still leaving its GPUs: it gets its new ones when it has
-        grant = self._grant(job, choice, gpus)
+        grant = _grant(choice.config, num_nodes(gpus), self._pricing)
         now_s, job_id, attempt = self.state.now_s, job.job_id, job.attempt
         if job.phase is Phase.PENDING:
             return ev.Start(time_s=now_s, job_id=job_id, attempt=attempt + 1, reason=reason, gpus=gpus, grant=grant)
@@ -301,22 +305,24 @@ class Controller:
             return ev.Regrant(time_s=now_s, job_id=job_id, attempt=attempt, reason=reason, grant=grant)
         return None
 
-    def _grant(self, job: JobState, choice: Candidate, gpus: Sequence[GpuId]) -> ev.Grant:
-        config = choice.config
-        freezing = self._pricing.freezing
-        return ev.Grant(
-            num_gpus=config.num_gpus,
-            num_nodes=num_nodes(gpus),
-            batch_per_gpu=config.batch_per_gpu,
-            accum_steps=config.accum_steps,
-            min_frozen_layers=config.frozen_layers if config.shared and freezing != "none" else 0,
-            max_frozen_layers=None if freezing != "none" else 0,
-            freezing=freezing,
-            elastic_batch=self._pricing.batch == "elastic",
-            shared=config.shared,
-            gpu_type=config.gpu_type,
-            reports=self._pricing.reads_progress,
-        )
+
+@lru_cache(maxsize=4096)
+def _grant(config: Config, num_nodes: int, pricing: Pricing) -> ev.Grant:
+    """What a job is granted with a configuration; one for all jobs that are granted the same."""
+    freezing = pricing.freezing
+    return ev.Grant(
+        num_gpus=config.num_gpus,
+        num_nodes=num_nodes,
+        batch_per_gpu=config.batch_per_gpu,
+        accum_steps=config.accum_steps,
+        min_frozen_layers=config.frozen_layers if config.shared and freezing != "none" else 0,
+        max_frozen_layers=None if freezing != "none" else 0,
+        freezing=freezing,
+        elastic_batch=pricing.batch == "elastic",
+        shared=config.shared,
+        gpu_type=config.gpu_type,
+        reports=pricing.reads_progress,
+    )
 
 
 def _is_told(job: JobState, common: str) -> bool:
@@ -338,4 +344,6 @@ def _bounds(grant: ev.Grant) -> tuple[bool, int, int | None]:
 
 def _free_before_take(commands: list[ev.AnyCommand], active: Mapping[str, JobState]) -> list[ev.AnyCommand]:
     """Shrinking grants before growing ones. Records are applied as one batch, so only the order in the log matters."""
+    if len(commands) < 2:
+        return commands
     return sorted(commands, key=lambda c: len(c.gpus) - len(active[c.job_id].gpus) if isinstance(c, ev.Resize) else 0)

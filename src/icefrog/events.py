@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 
 from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
@@ -58,8 +58,8 @@ class JobSubmitted(Record):
     """A user's job enters the system."""
 
     kind: Literal["job_submitted"] = "job_submitted"
-    job: JobSpec
-    profile: Profile | None = Field(default=None, description="what its user measured beforehand (JobSpec.profile)")
+    job: InstanceOf[JobSpec]  # one that is there was checked when it was made
+    profile: InstanceOf[Profile] | None = Field(default=None, description="what its user measured beforehand (JobSpec.profile)")
 
     @property
     def job_id(self) -> str:
@@ -214,7 +214,7 @@ class Start(Command):
     """Run a waiting job as this attempt on these GPUs, as soon as they are free."""
 
     kind: Literal["start"] = "start"
-    gpus: tuple[GpuId, ...]
+    gpus: tuple[InstanceOf[GpuId], ...]
     grant: Grant
 
 
@@ -222,7 +222,7 @@ class Resize(Command):
     """Stop the running attempt (attempt - 1) with a checkpoint and go on as this attempt on these GPUs."""
 
     kind: Literal["resize"] = "resize"
-    gpus: tuple[GpuId, ...]
+    gpus: tuple[InstanceOf[GpuId], ...]
     grant: Grant
 
 
