@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from icefrog.gpu_types import ANY_GPU
 from icefrog.spec import ClusterSpec
 from icefrog.types import GpuId, Plan, Snapshot
+
+
+_gpu = lru_cache(maxsize=65536)(GpuId)
+"""One object a GPU: they are named over and over."""
 
 
 class FreeGpus:
@@ -26,7 +31,8 @@ class FreeGpus:
         """GPUs of the largest node: a job that needs more spans nodes, any other never does."""
         self.num_free = sum(self.sizes)
         self._free = [(1 << size) - 1 for size in self.sizes]  # bit d: device d is free
-        self._count = list(self.sizes)
+        # Bytes, where they will do, are copied and searched in a tenth of the time.
+        self._count: list[int] | bytearray = (bytearray if self.largest < 256 else list)(self.sizes)
         self._nodes_with = [0] * (self.largest + 1)  # how many nodes have so many free GPUs
         for size in self.sizes:
             self._nodes_with[size] += 1
@@ -35,9 +41,13 @@ class FreeGpus:
     def copy(self) -> FreeGpus:
         """Books of one's own, for what would happen if."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin._free, twin._count = self._free.copy(), self._count.copy()
-        twin._nodes_with, twin._spanned = self._nodes_with.copy(), self._spanned.copy()
+        twin.__dict__.update(
+            self.__dict__,
+            _free=self._free.copy(),
+            _count=self._count.copy(),
+            _nodes_with=self._nodes_with.copy(),
+            _spanned=self._spanned.copy(),
+        )
         return twin
 
     def free_in(self, node: int) -> int:
@@ -47,13 +57,16 @@ class FreeGpus:
     def are_free(self, gpus: Sequence[GpuId]) -> bool:
         """Whether all of them are in service and free."""
         masks = self._free
-        return all(0 <= node < len(masks) and masks[node] >> device & 1 for node, device in gpus)
+        for node, device in gpus:  # noqa: SIM110 (twice as fast as all())
+            if not (0 <= node < len(masks) and masks[node] >> device & 1):
+                return False
+        return True
 
     def hold(self, gpus: Sequence[GpuId]) -> None:
         """Somebody takes them. Raises ``ValueError`` if one is not free."""
         if not self.are_free(gpus):
             raise ValueError(f"not all free: {gpus}")
-        if len(gpus) > 1 and num_nodes(gpus) > 1:
+        if num_nodes(gpus) > 1:
             self._spanned.update(gpu.node for gpu in gpus)
         for node, device in gpus:
             self._free[node] ^= 1 << device
@@ -70,9 +83,9 @@ class FreeGpus:
             self._recount(node, 1)
 
     def _recount(self, node: int, change: int) -> None:
-        count = self._count[node]
-        self._nodes_with[count] -= 1
-        self._nodes_with[count + change] += 1
+        count, nodes_with = self._count[node], self._nodes_with
+        nodes_with[count] -= 1
+        nodes_with[count + change] += 1
         self._count[node] = count + change
         self.num_free += change
 
@@ -134,7 +147,7 @@ class FreeGpus:
         if home:
             own = {gpu.device for gpu in home if gpu.node == node}
             devices.sort(key=lambda device: device not in own)
-        return tuple(GpuId(node, device) for device in devices[:num_gpus])
+        return tuple([_gpu(node, device) for device in devices[:num_gpus]])
 
 
 class TypedGpus(FreeGpus):
@@ -281,7 +294,7 @@ def _pack(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool) -> Placemen
 
 def num_nodes(gpus: Sequence[GpuId]) -> int:
     """Nodes that an allocation touches."""
-    return len({gpu.node for gpu in gpus})
+    return len(gpus) if len(gpus) < 2 else len({gpu.node for gpu in gpus})
 
 
 def of_type(cluster: ClusterSpec, gpus: Sequence[GpuId], gpu_type: str = ANY_GPU) -> bool:
