@@ -148,7 +148,7 @@ class JobState:
     @property
     def job_id(self) -> str:
         """The job's id."""
-        return self.spec.job_id
+        return self.spec.name
 
     @property
     def finished(self) -> bool:

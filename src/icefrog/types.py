@@ -127,7 +127,7 @@ class JobView:
     @property
     def job_id(self) -> str:
         """The job's id."""
-        return self.spec.job_id
+        return self.spec.name
 
     @property
     def num_gpus(self) -> int:

@@ -28,6 +28,7 @@ from icefrog.types import GpuId
 _REPORTED_DIGITS = 4
 _SAME_TIME_S = 1e-6
 _LEAST_PSI = 1e-6  # a frozen depth with nothing left to learn still ends some day
+_NOTHING: FloatArray = np.zeros((0, 0))
 _SIMULATED_RULES = ("tuner", "freezeout")  # jobs that freeze by another rule of their own train whole here
 
 
@@ -58,6 +59,7 @@ class SimJob:
     ) -> None:
         self.truth = truth
         self.spec = truth.spec
+        self.job_id = truth.spec.job_id
         self._config = config
         self._make_rng = rng
         self._cluster = cluster
@@ -88,15 +90,11 @@ class SimJob:
         self._since_s = 0.0  # the books are right at this time
         self._ways: tuple[tuple[int, int], ...] = ()  # (m, k) that the grant allows
         self._way = 0  # the one in force
-        self._batches: FloatArray = np.zeros(0)  # global batch of each, samples
-        self._speed: FloatArray = np.zeros((0, 0))  # true samples/s by way and depth, alone
-        self._believed: FloatArray = np.zeros((0, 0))  # the same by the estimates; 0: does not fit
+        self._batches: tuple[int, ...] = ()  # global batch of each, samples
+        self._speed: FloatArray = _NOTHING  # true samples/s by way and depth, alone
+        self._believed: FloatArray = _NOTHING  # the same by the estimates; 0: does not fit
         self._plain = False  # the grant leaves nothing to tune
-
-    @property
-    def job_id(self) -> str:
-        """The job's id."""
-        return self.spec.job_id
+        self._plain_per_s = 0.0  # true samples/s then, alone
 
     @property
     def total_samples(self) -> float | None:
@@ -170,9 +168,9 @@ class SimJob:
     def _run_plainly(self, grant: Grant) -> None:
         """One way to run, all layers."""
         m, k = grant.batch_per_gpu, grant.accum_steps
-        self._ways, self._way, self._batches = ((m, k),), 0, np.array([grant.global_batch])
-        time_s = full_step_s(self._true, grant.num_gpus, grant.num_nodes, m, k)
-        self._speed = np.array([[grant.global_batch / time_s]])
+        batch = grant.num_gpus * m * k
+        self._ways, self._way, self._batches = ((m, k),), 0, (batch,)
+        self._plain_per_s = batch / full_step_s(self._true, grant.num_gpus, grant.num_nodes, m, k)
         self.psi, self.reason = 1.0, "the grant leaves one depth"
 
     def _weigh_ways(self, grant: Grant) -> None:
@@ -192,7 +190,7 @@ class SimJob:
         self._way, self._believed = self._ways.index(granted), believed
         m, k = (np.array(column)[:, None] for column in zip(*self._ways, strict=True))
         depths = np.arange(self._num_layers)
-        self._batches = (grant.num_gpus * m * k)[:, 0]
+        self._batches = tuple(grant.num_gpus * m * k for m, k in self._ways)
         self._speed = grant.num_gpus * m * k / step_s(self._true, grant.num_gpus, grant.num_nodes, m, depths, k)
 
     def leave(self) -> None:
@@ -229,7 +227,8 @@ class SimJob:
     def set_rate(self, sharing: float) -> None:
         """Recompute the speeds; ``sharing``: true speed beside the present partner, 1.0 = alone. Call after advance."""
         assert self.grant is not None
-        samples = float(self._speed[self._way, self.frozen]) * sharing
+        alone = self._plain_per_s if self._plain else float(self._speed[self._way, self.frozen])
+        samples = alone * sharing
         worth, believed = 1.0, 1.0
         if self._batches[self._way] != self.spec.batch.initial:
             worth = float(self._efficiency(self._true_v, self.truth.sqr_norm(self.progress))[self._way])
@@ -403,7 +402,7 @@ class SimJob:
         if signal <= 0.0:
             return np.ones(len(self._batches))
         phi = float(variance.sum()) / signal
-        return np.asarray((phi + self.spec.batch.initial) / (phi + self._batches))
+        return np.asarray((phi + self.spec.batch.initial) / (phi + np.array(self._batches)))
 
     def _next_boundary(self) -> float:
         return (math.floor(self.samples / self._interval_samples + 1e-9) + 1.0) * self._interval_samples
