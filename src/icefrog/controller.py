@@ -15,6 +15,7 @@ from icefrog.policies.base import Policy
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.state import GRANTED, ClusterState, JobState, Phase
 from icefrog.types import Candidate, Config, GpuId, JobView, Plan, Pricing, Snapshot
+from icefrog.values import value
 from icefrog.verify import PolicyError, verify
 
 __all__ = ["CandidateSource", "Controller", "ControllerConfig", "PolicyError", "Step", "verify"]
@@ -38,7 +39,7 @@ class ControllerConfig:
     """How often a plan that cannot be placed is taken back to the policy with an option forbidden."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Step:
     """What one call of :meth:`Controller.handle` concluded. Both parts go to the log, facts first."""
 
@@ -106,6 +107,7 @@ class Controller:
         self.config = config or ControllerConfig()
         self._candidates = candidates
         self._pricing = policy.pricing
+        self._most_gpus = max(part.num_gpus for part in state.cluster.parts.values())  # no job spans GPU types
         self._stands_until_s = -math.inf
         self._content = False
 
@@ -174,14 +176,11 @@ class Controller:
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why the job can never run on this cluster, or None (fault S6)."""
-        parts = self.state.cluster.parts  # no job spans GPU types
-        total = max(part.num_gpus for part in parts.values())
         smallest = min(spec.gpus)
-        if smallest > total:
-            return f"needs at least {smallest} GPUs, the cluster has {total}" + (
-                " of one type" if len(parts) > 1 else ""
-            )
-        return None
+        if smallest <= self._most_gpus:
+            return None
+        of_one_type = " of one type" if len(self.state.cluster.parts) > 1 else ""
+        return f"needs at least {smallest} GPUs, the cluster has {self._most_gpus}{of_one_type}"
 
     def _record_failure(self, job: JobState, reason: str, now_s: float, step: Step) -> None:
         fact = ev.JobFailed(time_s=now_s, job_id=job.job_id, reason=reason)

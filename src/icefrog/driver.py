@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from icefrog import events as ev
 from icefrog.controller import Controller, Step
 from icefrog.executors.base import Executor
 from icefrog.state import GRANTED, ClusterState
+from icefrog.values import value
 
 
 class Clock(Protocol):
@@ -77,7 +77,7 @@ class Inbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Turn:
     """One pass of the loop, for whoever watches."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
+from icefrog.values import value
 
 if TYPE_CHECKING:
     from icefrog.placement import FreeGpus
@@ -28,7 +29,7 @@ class GpuId(NamedTuple):
 FreezingRule: TypeAlias = Literal["none", "tuner", "freezeout"]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Pricing:
     """How a policy wants its jobs' options priced. The candidate source obeys it, and grants allow no more."""
 
@@ -51,7 +52,7 @@ class Pricing:
     have nothing to tune are not interrupted to report, and ``effective_samples`` is that of the last stop."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Config:
     """(a, s, m, l): what a job runs with."""
 
@@ -68,7 +69,7 @@ class Config:
         return self.num_gpus * self.batch_per_gpu * self.accum_steps
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Estimate:
     """What a configuration is predicted to do."""
 
@@ -84,7 +85,7 @@ class Estimate:
     jobs that are alike. ``policies.base.remaining_s`` gives the one or the other."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Candidate:
     """One option of one job."""
 
@@ -92,7 +93,7 @@ class Candidate:
     estimate: Estimate
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GradientStats:
     """Per-layer statistics as last reported by the job; both of length L, per-sample units (S and |G|^2).
 
@@ -103,7 +104,7 @@ class GradientStats:
     sqr_norm: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class JobView:
     """What a policy may know of one unfinished job."""
 
@@ -172,7 +173,7 @@ class JobViews(tuple[JobView, ...]):
         return tuple([view for view in self if not view.running])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Snapshot:
     """All that one decision may depend on. ``jobs`` are the unfinished ones in order of submission."""
 
@@ -220,7 +221,7 @@ Candidates: TypeAlias = Mapping[str, Sequence[Candidate]]
 """job id -> its options: one exclusive candidate a GPU count, and a Pareto set of shared ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Plan:
     """A policy's decision. A job that is in no entry of ``choices`` waits (but see ``keeps``)."""
 
