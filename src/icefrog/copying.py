@@ -16,20 +16,18 @@ _put_given, _put_extra, _put_private = (
 )
 
 
-def copied(model: M, values: dict[str, Any], changed: dict[str, Any]) -> M:
-    """A model of the same class.
+def copied(model: M, values: dict[str, Any]) -> M:
+    """A model of the same class. What counts as given by somebody is what was with the original.
 
     ``model_copy`` does the same in ten times the time.
 
     Args:
         model: the original.
         values: of all fields (and cached properties that stay true); the copy keeps the mapping.
-        changed: the names that count as given by somebody, beside those of the original.
     """
     twin = _new(type(model))
-    given = model.__pydantic_fields_set__
     _put_values(twin, values)
-    _put_given(twin, given if changed.keys() <= given else given | changed.keys())
+    _put_given(twin, model.__pydantic_fields_set__)
     _put_extra(twin, None)
     _put_private(twin, None)
     return twin

@@ -59,7 +59,7 @@ class JobSubmitted(Record):
 
     kind: Literal["job_submitted"] = "job_submitted"
     job: InstanceOf[JobSpec]  # one that is there was checked when it was made
-    profile: InstanceOf[Profile] | None = Field(default=None, description="what its user measured beforehand (JobSpec.profile)")
+    profile: InstanceOf[Profile] | None = Field(default=None, description="what its user measured (JobSpec.profile)")
 
     @property
     def job_id(self) -> str:

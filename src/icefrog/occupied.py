@@ -16,7 +16,7 @@ class OccupiedGpus:
         self._free = FreeGpus(())
         self._down: frozenset[int] | None = None
         self._held: dict[str, tuple[GpuId, ...]] = {}
-        self._jobs_on: dict[GpuId, int] = {}
+        self._jobs_on: dict[tuple[GpuId, ...], int] = {}
 
     def update(self, cluster: ClusterSpec, down: frozenset[int], moved: Mapping[str, tuple[GpuId, ...]]) -> FreeGpus:
         """What is free now.
@@ -40,7 +40,8 @@ class OccupiedGpus:
             moved = {job_id: tuple(gpu for gpu in gpus if gpu.node not in down) for job_id, gpus in moved.items()}
         changed = {job_id: gpus for job_id, gpus in moved.items() if self._held.get(job_id, ()) != gpus}
         for job_id in changed:
-            self._leave(self._held.pop(job_id, ()))
+            if (before := self._held.pop(job_id, None)) is not None:
+                self._leave(before)
         for job_id, gpus in changed.items():
             if gpus:
                 self._held[job_id] = gpus
@@ -48,15 +49,14 @@ class OccupiedGpus:
         return self._free.copy()
 
     def _enter(self, gpus: tuple[GpuId, ...]) -> None:
-        if gpus[0] not in self._jobs_on:
+        jobs_on = self._jobs_on.get(gpus, 0)
+        if not jobs_on:
             self._free.hold(gpus)
-        for gpu in gpus:
-            self._jobs_on[gpu] = self._jobs_on.get(gpu, 0) + 1
+        self._jobs_on[gpus] = jobs_on + 1
 
     def _leave(self, gpus: tuple[GpuId, ...]) -> None:
-        for gpu in gpus:
-            self._jobs_on[gpu] -= 1
-        if gpus and not self._jobs_on[gpus[0]]:
-            for gpu in gpus:
-                del self._jobs_on[gpu]
+        jobs_on = self._jobs_on.pop(gpus) - 1
+        if jobs_on:
+            self._jobs_on[gpus] = jobs_on
+        else:
             self._free.release(gpus)

@@ -11,10 +11,6 @@ from icefrog.spec import ClusterSpec
 from icefrog.types import GpuId, Plan, Snapshot
 
 
-_gpu = lru_cache(maxsize=65536)(GpuId)
-"""One object a GPU: they are named over and over."""
-
-
 class FreeGpus:
     """The GPUs that nobody holds, node by node, kept up to date while jobs take and leave them.
 
@@ -202,6 +198,10 @@ class TypedGpus(FreeGpus):
 def all_free(cluster: ClusterSpec, node_gpus: Sequence[int]) -> FreeGpus:
     """The books of a cluster before anybody holds anything; ``node_gpus``: in service, of every node."""
     return FreeGpus(node_gpus) if len(cluster.parts) == 1 else TypedGpus(cluster, node_gpus)
+
+
+_gpu = lru_cache(maxsize=65536)(GpuId)
+"""One object a GPU: they are named over and over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def altered(model: M, **changes: Any) -> M:
     if "layers" in changes:
         values.pop("theta", None)
         values.pop("omega", None)
-    return copied(model, values, changes)
+    return copied(model, values)
 
 
 class LayerCost(_Frozen):

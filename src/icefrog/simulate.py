@@ -235,7 +235,7 @@ class _Watch:
     def turn(self, turn: Turn) -> None:
         if self._check:
             self._state.check()
-        if turn.step.facts and isinstance(turn.step.facts[-1], ev.PlanDecided):
+        if turn.step.facts and turn.step.facts[-1].kind == "plan_decided":
             self._count += 1
             self._sum_s += turn.decision_s
             self._max_s = max(self._max_s, turn.decision_s)

@@ -209,8 +209,7 @@ def without_duration(spec: JobSpec) -> JobSpec:
     """The spec as a scheduler may see it: the logged time is not told."""
     if spec.duration_s is None:
         return spec
-    changed = {"duration_s": None}
-    return copied(spec, {**spec.__dict__, **changed}, changed)
+    return copied(spec, {**spec.__dict__, "duration_s": None})
 
 
 class NodeSpec(_Frozen):

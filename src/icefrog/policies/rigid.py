@@ -102,15 +102,16 @@ class Admission:
         self, *, stands_until_s: float = math.inf, memory: Json = None, pairs: tuple[tuple[str, str], ...] = ()
     ) -> Plan:
         """The decision. If everybody runs, it stands for good."""
+        waits = self.waits
         return Plan(
             choices=self.choices,
             pairs=pairs,
             reasons=self.reasons,
             memory=memory,
             gpus=self.gpus,
-            stands_until_s=stands_until_s if self.waits else math.inf,
+            stands_until_s=stands_until_s if waits else math.inf,
             keeps=True,
-            content=not self.waits,
+            content=not waits,
             preempted=frozenset(self.preempted),
             waiting_reason=self._words.waiting,
         )

@@ -114,7 +114,7 @@ class _Matching:
         if model is None or not _evidently_valid(job, labels):
             model = self._models[key] = self._checked(workload, job.num_gpus, batch, of_its_own)
             return model
-        return copied(model, {**model.__dict__, **of_its_own}, of_its_own)
+        return copied(model, model.__dict__ | of_its_own)
 
     def _checked(self, workload: Workload, request: int, batch: int, of_its_own: dict[str, Any]) -> JobSpec:
         rule = _batch_range(workload, batch)

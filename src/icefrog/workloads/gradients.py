@@ -69,15 +69,22 @@ class GradientCurves:
     provenance: str
     param_share: FloatArray | None = None
 
+    @cached_property
+    def _bound(self) -> dict[tuple[int, int], LayerCurves]:
+        return {}
+
     def bind(self, num_layers: int, batch: int) -> LayerCurves:
-        """The curves of one job.
+        """The curves of one job; the same object for all that are alike, which look up the same tables.
 
         Raises:
             ValueError: the model is known to have another number of layers.
         """
+        known = self._bound.get((num_layers, batch))
+        if known is not None:
+            return known
         if self.param_share is not None and num_layers != len(self.param_share):
             raise ValueError(f"the model has {len(self.param_share)} layers, not {num_layers}")
-        return LayerCurves(self, num_layers, batch)
+        return self._bound.setdefault((num_layers, batch), LayerCurves(self, num_layers, batch))
 
     def variance(
         self,

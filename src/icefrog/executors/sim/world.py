@@ -92,11 +92,12 @@ class World:
         logged = self._logged(spec, profile)
         truth = _calibrated(spec, profile, logged)
         margin = np.inf if logged.mem_bytes is None else logged.gpu_mem_bytes / max(logged.mem_bytes, 1.0)
+        draws = rng.standard_normal(_NUM_FACTORS + 3)  # drawn even without noise: later draws stay the same
         estimate = altered(
             truth,
-            throughput=_perturbed(truth.throughput, self.config.noise, rng),
+            throughput=_perturbed(truth.throughput, self.config.noise, draws[:-2]),
             parallel=self._perturbed_parallel(job_id, truth.parallel),
-            occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, rng, margin),
+            occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, draws[-2:], margin),
             by_gpu_type={t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
         )
         split = self._split(profile.num_layers, rng)
@@ -121,7 +122,7 @@ class World:
     def _perturbed_cost(self, job_id: str, gpu_type: str, cost: GpuCost) -> GpuCost:
         """Errors of its own for each type."""
         rng = self.rng(job_id, zlib.crc32(gpu_type.encode()))
-        noisy = _perturbed(cost.throughput, self.config.noise, rng)
+        noisy = _perturbed(cost.throughput, self.config.noise, rng.standard_normal(_NUM_FACTORS + 1))
         factor = float(np.exp(self.config.occupancy_noise * rng.standard_normal()))
         a, b, c, d = cost.util_pct
         return GpuCost(throughput=noisy, util_pct=(a * factor, b * factor, c * factor, d * factor))
@@ -232,18 +233,15 @@ def _with_factors(params: ThroughputParams, factors: list[float], flop_gamma_fac
     )
 
 
-def _perturbed(params: ThroughputParams, noise: float, rng: np.random.Generator) -> ThroughputParams:
-    draws = rng.standard_normal(_NUM_FACTORS + 1)  # drawn even without noise: later draws stay the same
+def _perturbed(params: ThroughputParams, noise: float, draws: FloatArray) -> ThroughputParams:
     if noise == 0.0:
         return params
     factors = np.exp(noise * draws).tolist()
     return _with_factors(params, factors[:_NUM_FACTORS], factors[_NUM_FACTORS])
 
 
-def _perturbed_occupancy(
-    params: OccupancyParams, noise: float, rng: np.random.Generator, most: float
-) -> OccupancyParams:
-    mem, util = np.exp(noise * rng.standard_normal(2)).tolist()
+def _perturbed_occupancy(params: OccupancyParams, noise: float, draws: FloatArray, most: float) -> OccupancyParams:
+    mem, util = np.exp(noise * draws).tolist()
     mem = min(mem, most)
     a, b, c, d = params.mem_bytes
     e, f, g, h = params.util_pct

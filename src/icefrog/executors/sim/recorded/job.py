@@ -113,6 +113,7 @@ class RecordedJob(SimJob):
     def regrant(self, now_s: float, grant: Grant) -> None:
         """Take new bounds, at recorded speeds."""
         super().regrant(now_s, grant)
+        self._plain_per_s *= self._pace.ratio(grant.num_gpus, 0)
         depths = range(self._speed.shape[1])
         self._speed = self._speed * np.array([self._pace.ratio(grant.num_gpus, depth) for depth in depths])
 
