@@ -332,7 +332,7 @@ class SimJob:
         """(depth, way) of the largest E; what is in force stays unless that gains more than the hysteresis."""
         if self._seen_v is None:
             return low, self._way, "no gradient statistics yet"
-        worth = np.nan_to_num(psi[low : high + 1], nan=0.0) if low < high else np.ones(1)
+        worth = np.where(np.isnan(psi[low : high + 1]), 0.0, psi[low : high + 1]) if low < high else np.ones(1)
         progress = self._believed[:, low : high + 1] * worth
         if len(self._ways) > 1:
             progress = progress * self._efficiency(self._seen_v, self._seen_g)[:, None]
@@ -345,7 +345,8 @@ class SimJob:
         way, depth = best[0], best[1] + low
         against = f"E {progress[best]:.4g} against {progress[way, 0]:.4g} at {low}"
         batch = f", batch {self._batches[way]}" if len(self._ways) > 1 else ""
-        return depth, way, f"{depth} frozen{batch}: psi {np.nan_to_num(psi[depth], nan=1.0):.3f}, {against}"
+        penalty = 1.0 if np.isnan(psi[depth]) else psi[depth]
+        return depth, way, f"{depth} frozen{batch}: psi {penalty:.3f}, {against}"
 
     def _table(self, placements: tuple[tuple[int, int], ...], batches: tuple[int, ...]) -> TunerTable:
         """Every way to run as the Layer Tuner tabulates it, on the estimates."""
