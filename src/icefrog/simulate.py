@@ -202,7 +202,7 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-_OBJECTS_A_COLLECTION = 100_000
+_OBJECTS_A_COLLECTION = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class ClusterState:
         self.waiting_reason: str | None = None
         self.true_remaining_s: Callable[[str], float | None] | None = None
         """For oracles in a simulation: true service time left now. None: told by the last report and the logged duration."""
-        self._views = Views(cluster, self.jobs, self.active)
+        self._views = Views(cluster, self.active)
 
     # -- the mutator ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from icefrog.jobstate import GRANTED, JobState
 from icefrog.occupied import OccupiedGpus
 from icefrog.spec import ClusterSpec
-from icefrog.types import Config, JobView, JobViews
+from icefrog.types import Config, GpuId, JobView, JobViews
 
 
 def view(job: JobState, default_restart_s: float) -> JobView:
@@ -47,12 +47,11 @@ class Views:
 
     Args:
         cluster: always the same.
-        jobs: every job by id, in order of submission.
-        active: the unfinished ones.
+        active: the unfinished jobs by id.
     """
 
-    def __init__(self, cluster: ClusterSpec, jobs: Mapping[str, JobState], active: Mapping[str, JobState]) -> None:
-        self._cluster, self._jobs, self._active = cluster, jobs, active
+    def __init__(self, cluster: ClusterSpec, active: Mapping[str, JobState]) -> None:
+        self._cluster, self._active = cluster, active
         self.stale: dict[str, None] = {}
         """Jobs that something happened to since their view was made; whoever changes a job notes it here."""
         self._views: dict[str, JobView] = {}
@@ -73,9 +72,11 @@ class Views:
         made_for = (down, default_restart_s)
         if self._made is not None and not self.stale and made_for == self._made_for:
             return self._made
+        moved: dict[str, tuple[GpuId, ...]] = {}
         for job_id in self.stale:
             job = self._active.get(job_id)
             self._waiting.pop(job_id, None)
+            moved[job_id] = () if job is None else job.gpus
             if job is not None and not job.cancel_requested:
                 made = self._views[job_id] = view(job, default_restart_s)
                 if not made.running:
@@ -83,11 +84,8 @@ class Views:
             else:
                 self._views.pop(job_id, None)
         in_order = sorted(self._waiting, key=self._waiting.__getitem__)
-        self._made, self._made_for = (
-            JobViews.of(self._views, tuple([self._views[job_id] for job_id in in_order])),
-            made_for,
-        )
-        moved = {job_id: self._jobs[job_id].gpus for job_id in self.stale}
+        self._made = JobViews.of(self._views, tuple([self._views[job_id] for job_id in in_order]))
+        self._made_for = made_for
         self._made.free = (down, self._occupied.update(self._cluster, down, moved))
         self.stale = {}
         return self._made

@@ -16,11 +16,13 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from icefrog.candidates import min_nodes
+from icefrog.copying import copied
 from icefrog.estimate.tuner import TunerRule, TunerTable
 from icefrog.executors.sim.job import SimJob
 from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
 from icefrog.lazymap import LazyMap
 from icefrog.profile import (
+    ComputeCurve,
     FloatArray,
     GpuCost,
     OccupancyParams,
@@ -214,23 +216,28 @@ _NUM_FACTORS = 11
 
 def _with_factors(params: ThroughputParams, factors: list[float], flop_gamma_factor: float = 1.0) -> ThroughputParams:
     f0, f1, f2, f3, f4, f5, f6, f7, f8, f9, f10 = factors
-    fwd, bwd, sync = params.fwd, params.bwd, params.sync
+    sync = params.sync
+    changed_sync = {
+        "intra_alpha_s": sync.intra_alpha_s * f4,
+        "intra_beta_s": sync.intra_beta_s * f5,
+        "inter_alpha_s": sync.inter_alpha_s * f6,
+        "inter_beta_s": sync.inter_beta_s * f7,
+        "pair_beta_s": sync.pair_beta_s * f8,
+    }
     return altered(
         params,
-        fwd=altered(fwd, alpha_s=fwd.alpha_s * f0, beta_s=fwd.beta_s * f1),
-        bwd=altered(bwd, alpha_s=bwd.alpha_s * f2, beta_s=bwd.beta_s * f3),
-        sync=altered(
-            sync,
-            intra_alpha_s=sync.intra_alpha_s * f4,
-            intra_beta_s=sync.intra_beta_s * f5,
-            inter_alpha_s=sync.inter_alpha_s * f6,
-            inter_beta_s=sync.inter_beta_s * f7,
-            pair_beta_s=sync.pair_beta_s * f8,
-        ),
+        fwd=_with_curve(params.fwd, f0, f1),
+        bwd=_with_curve(params.bwd, f2, f3),
+        sync=copied(sync, changed_sync),
         flop_alpha_s=params.flop_alpha_s * f9,
         flop_gamma=params.flop_gamma * flop_gamma_factor,
         sync_alpha_s=params.sync_alpha_s * f10,
     )
+
+
+def _with_curve(curve: ComputeCurve, alpha: float, beta: float) -> ComputeCurve:
+    values = {"alpha_s": curve.alpha_s * alpha, "beta_s": curve.beta_s * beta, "smooth": curve.smooth}
+    return copied(curve, values)
 
 
 def _perturbed(params: ThroughputParams, noise: float, draws: FloatArray) -> ThroughputParams:
