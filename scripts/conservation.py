@@ -1,22 +1,27 @@
-"""Conservation laws of simulated runs, audited from their event logs alone.
+"""Conservation laws of runs, audited from their event logs alone.
 
     python scripts/conservation.py [--trace synth:philly-120] [--cluster 12x4] [--policies a,b] [--seed 0]
+    python scripts/conservation.py --live HOME [HOME ...]
 
-One row a policy. ``icefrog.testing.conservation`` adds the log up by itself; what ``jobs.csv`` says of the same run is held
-against that. Exit code 1 if a law is broken.
+One row a simulated policy or live run. ``icefrog.testing.conservation`` adds the log up by itself; what the report
+says of the same run is held against that. Exit code 1 if a rule is broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import tempfile
 from pathlib import Path
 
+from icefrog import events as ev
+from icefrog.errors import UserError
+from icefrog.home import Home
 from icefrog.policies import policy_names
-from icefrog.replay import TraceChoice, prepare, replay
-from icefrog.simulate import SimSettings
+from icefrog.replay import TraceChoice, prepare, run_policy
+from icefrog.report.metrics import job_row
+from icefrog.report.record import RunRecord, fold
+from icefrog.simulate import SimSettings, icefrog_scenario
 from icefrog.spec import ClusterSpec
 from icefrog.specfile import parse_cluster
 from icefrog.testing.conservation import Audit, audit
@@ -24,14 +29,14 @@ from icefrog.testing.conservation import Audit, audit
 FIXED_BATCH = {"icefrog": {"batch": "fixed"}}
 """A job that moves its batch counts samples by an efficiency that it does not report: nothing to hold them against."""
 HEADER = (
-    "policy",
+    "run",
     "jobs, starts",
     "broken rules",
     "GPUs in use, most",
     "holders of a GPU, most",
     "GPU h by job",
     "by GPU",
-    "in jobs.csv",
+    "in the report",
     "JCT - waiting - held, s",
     "held - restarts - logged, s (jobs)",
     "samples reported - promised, of P0",
@@ -39,24 +44,23 @@ HEADER = (
 )
 
 
-def row(policy: str, found: Audit, jobs_csv: Path) -> list[str]:
+def row(name: str, found: Audit, run: RunRecord) -> list[str]:
     """What is printed of one run."""
-    with jobs_csv.open(newline="") as file:
-        told = {line["job_id"]: line for line in csv.DictReader(file)}
-    # By jobs.csv: completion and queueing. By the log: seconds held.
-    off_s = [abs(float(told[i]["jct_s"]) - float(told[i]["queue_s"]) - job.held_s) for i, job in found.jobs.items()]
+    told = {job.job_id: job_row(job) for job in run.jobs}
+    # By the report: completion and queueing. By the log: seconds held.
+    off_s = [abs(told[i]["jct_s"] - told[i]["queue_s"] - job.held_s) for i, job in found.jobs.items()]
     work_s = [job.work_gap_s for job in found.jobs.values() if job.work_gap_s is not None]
     gaps = [job.gap for job in found.jobs.values() if job.gap is not None]
     ends = [abs(job.counted / job.promised - 1) for job in found.jobs.values() if job.counted and job.promised]
     return [
-        policy,
+        name,
         f"{len(found.jobs)}, {sum(job.starts for job in found.jobs.values())}",
         str(len(found.broken)),
         f"{found.most_in_use:g}",
         str(found.most_on_a_gpu),
         f"{found.gpu_s / 3600:.4f}",
         f"{found.in_use_gpu_s / 3600:.4f}",
-        f"{sum(float(line['gpu_s']) for line in told.values()) / 3600:.4f}",
+        f"{sum(line['gpu_s'] for line in told.values()) / 3600:.4f}",
         f"{max(off_s):.0e}",
         f"{max(work_s):.0e} ({len(work_s)})" if work_s else "-",
         f"{max(gaps):.0e}" if gaps else "-",
@@ -64,16 +68,30 @@ def row(policy: str, found: Audit, jobs_csv: Path) -> list[str]:
     ]
 
 
-def run(policy: str, trace: str, cluster: ClusterSpec, seed: int) -> tuple[Audit, list[str]]:
+def simulated(policy: str, trace: str, cluster: ClusterSpec, seed: int) -> tuple[Audit, list[str]]:
     """Simulate, and audit what was written."""
     settings = SimSettings(seed=seed)
-    workload = prepare(TraceChoice(trace, seed=seed), cluster)
+    work = prepare(TraceChoice(trace, seed=seed), cluster)
+    scenario = icefrog_scenario(work.specs, work.profiles, work.curves, cluster, settings)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        replay(workload, cluster, [policy], options=FIXED_BATCH, settings=settings, out_dir=folder)
-        with (folder / policy / "events.jsonl").open() as lines:
+        run, _ = run_policy(scenario, policy, FIXED_BATCH.get(policy), settings, Path(name))
+        with (Path(name) / policy / "events.jsonl").open() as lines:
             found = audit(map(json.loads, lines), cluster.gpus_per_node, settings.restart_s)
-        return found, row(policy, found, folder / policy / "jobs.csv")
+    return found, row(policy, found, run)
+
+
+def live(path: Path) -> tuple[Audit, list[str]]:
+    """Audit a finished live run. What its jobs report is measured: their rates promise nothing exact."""
+    home = Home(path.absolute())
+    settings = home.settings()
+    if settings is None:
+        raise UserError(f"{path} is no home of a controller", "give the folder of a finished run")
+    with home.open_log() as log:
+        records = log.read_all()
+    found = audit([json.loads(ev.encode(one)) for one in records], settings.cluster.gpus_per_node)
+    for job in found.jobs.values():
+        job.gap = job.counted = None
+    return found, row(path.name, found, fold(records, settings.cluster))
 
 
 def main() -> int:
@@ -83,14 +101,16 @@ def main() -> int:
     parser.add_argument("--cluster", default="12x4")
     parser.add_argument("--policies", help="default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--live", nargs="+", type=Path, default=[], metavar="HOME", help="live runs instead")
     args = parser.parse_args()
     cluster = parse_cluster(args.cluster)
+    policies = args.policies.split(",") if args.policies else policy_names()
+    runs = map(live, args.live) if args.live else (simulated(p, args.trace, cluster, args.seed) for p in policies)
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}")
     broken: list[str] = []
-    for policy in args.policies.split(",") if args.policies else policy_names():
-        found, cells = run(policy, args.trace, cluster, args.seed)
+    for found, cells in runs:
         print(f"| {' | '.join(cells)} |", flush=True)
-        broken += [f"{policy}: {what}" for what in found.broken]
+        broken += [f"{cells[0]}: {what}" for what in found.broken]
     for what in broken:
         print(what)
     return 1 if broken else 0
