@@ -78,7 +78,7 @@ def main() -> None:
         "--jobs",
         choices=["mix", "stretched", "demo"],
         default="mix",
-        help="seven small jobs; seven that hardly notice a busy machine; the demo's three, all at once",
+        help="seven small jobs; seven that notice a busy machine less; the demo's three, all at once",
     )
     args = parser.parse_args()
     specs, gap_s = jobs(args.jobs)

@@ -124,6 +124,18 @@ def back_in_time(found: Lines) -> None:
     found[-1]["time_s"] = 0.0
 
 
+def test_a_partner_may_be_alone_before_the_other_has_left_but_not_for_a_second() -> None:
+    found = lines(run("icefrog"))
+    index, line = next(
+        (i, one) for i, one in enumerate(found) if one["kind"] == "regrant" and not one["grant"]["shared"]
+    )
+    assert audited(found).broken == []
+    early = {**line, "time_s": found[index]["time_s"] - 1e-3}
+    earlier = [one for one in found[:index] if one["time_s"] < early["time_s"]]
+    later = [one for one in found if one["time_s"] >= early["time_s"] and one is not line]
+    assert any("is held by" in what for what in audited([*earlier, early, *later]).broken)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -89,8 +89,8 @@ def audit(lines: Iterable[Line], gpus_per_node: Sequence[int], restart_s: float 
 
     Checked on the way (``broken`` tells): time never goes back; a job is submitted once, ends once, and nothing is heard of
     it afterwards; an attempt starts on the GPUs of its own command, all different, all there, in the number granted, while
-    the job holds no others; a GPU has one holder, or two that share it; only who holds GPUs reports, and leaves them; no GPU
-    of a node that is out of service is given away.
+    the job holds no others; a GPU has one holder, or two that share it, for any length of time; only who holds GPUs reports,
+    and leaves them; no GPU of a node that is out of service is given away.
 
     Args:
         lines: in order.
@@ -111,6 +111,7 @@ class _Auditor:
         self._free_since: dict[str, float] = {}  # of waiting jobs
         self._holders: dict[tuple[int, int], dict[str, bool]] = {}  # by GPU: job -> whether it shares
         self._gpu_since: dict[tuple[int, int], float] = {}
+        self._changed: set[tuple[int, int]] = set()  # GPUs, in this instant
         self._down: set[int] = set()
         self._now_s = float("-inf")
 
@@ -118,8 +119,11 @@ class _Auditor:
         for line in lines:
             if line["time_s"] < self._now_s - _TIME_EPS_S:
                 self._broken(f"time goes back from {self._now_s} to {line['time_s']}: {line['kind']}")
+            if line["time_s"] > self._now_s:
+                self._look()
             self._now_s = max(self._now_s, line["time_s"])
             self._take(line, line["kind"])
+        self._look()
         for job_id, job in self._audit.jobs.items():
             if job.finish_s is None:
                 self._broken(f"{job_id} never ends")
@@ -203,12 +207,19 @@ class _Auditor:
             holders.pop(job_id, None)
             if shared is not None:
                 holders[job_id] = shared
+            self._changed.add(gpu)
+
+    def _look(self) -> None:
+        """An instant is over: who holds what? Within it a job may be told that it is alone before its partner leaves."""
+        for gpu in sorted(self._changed):
+            holders = self._holders[gpu]
             if len(holders) > 2 or (len(holders) == 2 and not all(holders.values())):
                 self._broken(f"{gpu} is held by {', '.join(holders)}")
             self._audit.most_on_a_gpu = max(self._audit.most_on_a_gpu, len(holders))
-        if shared is not None:
+        if self._changed:
             in_use = sum(1.0 for holders in self._holders.values() if holders)
             self._audit.most_in_use = max(self._audit.most_in_use, in_use)
+        self._changed.clear()
 
     def _regranted(self, job_id: str, job: JobBooks, line: Line) -> None:
         attempt = self._running.get(job_id)
