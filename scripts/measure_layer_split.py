@@ -33,7 +33,8 @@ from torch.nn import functional as F
 
 from icefrog.profile import FloatArray
 from icefrog.runtime import LayerElastic
-from icefrog.runtime.statistics import Precondition, Statistics, StepStatistics
+from icefrog.runtime.preconditioning import Precondition
+from icefrog.runtime.statistics import Statistics, StepStatistics
 from icefrog.runtime.wrapping import World
 
 FRACTIONS = (0.25, 0.5, 0.75)

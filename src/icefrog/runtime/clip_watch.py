@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from icefrog.runtime.timing import on_gradient
+from icefrog.runtime.ready import on_gradient
 
 
 class ClipWatch:

@@ -202,7 +202,7 @@ class Decider:
             now.step_s,
             now.measured_throughput,
             engine.psi,
-            *engine.profiler.sample_occupancy(engine.point(), alone=not engine.shared),
+            *engine.profiler.recent_occupancy(engine.point(), alone=not engine.shared),
         )
         self.move(proposal.frozen_layers, at)
         engine.judge(proposal.worth)

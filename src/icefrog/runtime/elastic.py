@@ -27,6 +27,7 @@ from icefrog.runtime.keeper import Keeper, open_store
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.lr_rules import LrRule, LrScaling
 from icefrog.runtime.parallel import Parallel, choose
+from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
 from icefrog.runtime.protocol import Outcome
@@ -35,7 +36,6 @@ from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
-from icefrog.runtime.statistics import Precondition
 from icefrog.runtime.stepping import StepGate, refuse_optimizer
 from icefrog.runtime.wrapping import World, refuse_wrapped
 from icefrog.spec import Target

@@ -16,6 +16,7 @@ from torch import nn
 
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
+from icefrog.profile import FloatArray
 from icefrog.runtime.clip_watch import ClipWatch
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
 from icefrog.runtime.counting import Counting
@@ -24,10 +25,12 @@ from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer, Piece, find_pieces, group_pieces, layers_from_user
 from icefrog.runtime.parallel import Parallel
+from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
+from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.reentrant import FIX, PROBLEM
-from icefrog.runtime.statistics import Precondition, Statistics
+from icefrog.runtime.statistics import Statistics
 from icefrog.runtime.tensors import batch_size
 from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.trained import trained_by
@@ -59,6 +62,7 @@ class Engine(HookOwner):
     layers: list[Layer]
     freezer: Freezer
     tracker: GradientTracker
+    watch: GradientWatch
     statistics: Statistics
     timer: StepTimer
     profiler: Profiler
@@ -123,10 +127,12 @@ class Engine(HookOwner):
         weight: tuple[float, float] | None = None
         if hasattr(self, "statistics"):
             weight = self.statistics.weight
-            self.statistics.close()
+            self.watch.close()
             self.timer.close()
         scaler = self.options.grad_scaler
         layers = self.layers
+        self.watch = GradientWatch(layers)
+        self.timer = self.parallel.timer = StepTimer(self.inner, len(layers), self.device, self.watch)
         self.statistics = Statistics(
             layers,
             self.optimizer,
@@ -137,14 +143,15 @@ class Engine(HookOwner):
             precondition=self.options.precondition,
             loss_scale=(lambda: float(scaler.get_scale())) if scaler is not None else (lambda: 1.0),
             every=self.options.stats_every,
+            watch=self.watch,
         )
         if weight is not None:
             self.statistics.set_weight(*weight)
         if self.counting.micro > 0:
             self.statistics.skip()
-        self.timer = self.parallel.timer = StepTimer(self.inner, layers, self.device)
         self._unmerged = None
         self.parallel.connect(self.freezer, self.statistics)
+        self._merges_times = len(self.parallel.pack_times(None)) > 0
         self._set_sync()
 
     def rebuild(self, order: Sequence[str]) -> None:
@@ -174,7 +181,7 @@ class Engine(HookOwner):
         if self.compiled is not None:
             self.compiled.close()
         self._clip_watch.close()
-        self.statistics.close()
+        self.watch.close()
         self.timer.close()
         self.parallel.close()
         if self.cache is not None:
@@ -400,6 +407,7 @@ class Engine(HookOwner):
             UserError: the batch size cannot be told from the model's input.
         """
         self.timer.step_enter()
+        self.watch.step_over()
         self.freezer.drop_prefix_grads()
         if self.counting.step_samples == 0:
             raise UserError(
@@ -430,27 +438,32 @@ class Engine(HookOwner):
         return round(float(self.world.sum(torch.tensor([self.counting.waiting_samples], dtype=torch.float64))))
 
     def _learn(self, key: PointKey, times: StepTimes) -> None:
-        if len(self.parallel.pack_times(None)):
+        if self._merges_times:
             self._unmerged = (key, times)  # goes round with the next step's sum
         else:
             self.profiler.observe(key, times)
 
     def _observe(self, wishes: Wishes) -> tuple[int, Wishes]:
+        (key, own), self._unmerged = self._unmerged or (self.point(), None), None
+        if self.world.size == 1 and not self._merges_times:
+            return self._take_in(None, round(self.counting.share)), wishes
         mine = [self.counting.share, float(wishes.stop), float(wishes.regrant)]
         due = self.statistics.due
         local = self.statistics.local(self.counting.step_samples) if due else torch.zeros(0, dtype=torch.float64)
-        (key, own), self._unmerged = self._unmerged or (self.point(), None), None
         times = self.parallel.pack_times(own)
         sums = self.world.sum(torch.cat([torch.tensor(mine, dtype=torch.float64), times, local])).cpu()
         if len(times) and (merged := self.parallel.unpack_times(sums[3 : 3 + len(times)])) is not None:
             self.profiler.observe(key, merged)
-        total = round(float(sums[0]))
         packed = np.asarray(sums[3 + len(times) :].numpy()) if due else None
-        found = self.statistics.finish(packed, total, self.counting.passes)
+        return self._take_in(packed, round(float(sums[0]))), Wishes(bool(sums[1] > 0), bool(sums[2] > 0))
+
+    def _take_in(self, sums: FloatArray | None, total: int) -> int:
+        """M of the step, and its statistics; ``sums``: over ranks, None: this process is alone."""
+        found = self.statistics.finish(sums, total, self.counting.passes)
         self.counting.observed(total)
         if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
             self.refresh_psi()
-        return total, Wishes(bool(sums[1] > 0), bool(sums[2] > 0))
+        return total
 
     def point(self) -> PointKey:
         """What the present steps are measured at."""

@@ -125,16 +125,15 @@ def fit_depth(
     if not where:
         return 0.0, 1.0
     target, importance = np.asarray(share), np.asarray(weight)
-    best = (math.inf, 0.0, 1.0)
-    for exponent in EXPONENTS:
-        shape = theta[where] ** exponent
-        free = 1.0 - shape
-        fixed = float(np.sum(importance * free * (target - shape)) / max(np.sum(importance * free**2), 1e-12))
-        fixed = min(max(fixed, 0.0), most_fixed)
-        error = float(np.sum(importance * (fixed + (1 - fixed) * shape - target) ** 2))
-        if error < best[0]:
-            best = (error, fixed, float(exponent))
-    return best[1], best[2]
+    shape = theta[where] ** EXPONENTS[:, None]  # (exponents, comparisons): a decision is too frequent for a Python loop
+    free = 1.0 - shape
+    fixed = np.sum(importance * free * (target - shape), axis=1) / np.maximum(
+        np.sum(importance * free**2, axis=1), 1e-12
+    )
+    fixed = np.clip(fixed, 0.0, most_fixed)
+    error = np.sum(importance * (fixed[:, None] + (1.0 - fixed[:, None]) * shape - target) ** 2, axis=1)
+    best = int(np.argmin(error))
+    return float(fixed[best]), float(EXPONENTS[best])
 
 
 def tried_depths(points: Mapping[PointKey, FloatArray]) -> Iterator[tuple[PointKey, FloatArray, FloatArray]]:

@@ -15,7 +15,6 @@ itself uses it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,19 +23,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from icefrog.estimate.penalty import replica_estimate, successive_estimate
 from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.preconditioning import Precondition, Preconditioner, Scale, Tensors, real, sqr_norms, successive
+from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.shards import as_slice, local_part
-from icefrog.runtime.timing import on_gradient
 from icefrog.runtime.trained import trained_by
 from icefrog.runtime.wrapping import World
 
-Precondition = Literal["auto", "raw"]
 Source = Literal["replicas", "micro_steps", "parts", "steps"]
-_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,60 +42,6 @@ class StepStatistics:
 
     variance: FloatArray
     sqr_norm: FloatArray
-
-
-class Preconditioner:
-    """1 / (sqrt(v) + eps) by parameter, read from the optimizer's state.
-
-    Args:
-        optimizer: the state is looked at, never changed.
-        mode: ``auto``: preconditioned where the optimizer keeps second moments; ``raw``: never.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, mode: Precondition) -> None:
-        self.optimizer = optimizer
-        adaptive = any(word in type(optimizer).__name__.lower() for word in ("ada", "rms", "lamb"))
-        self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
-        self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-
-    def _moment(self, param: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """The optimizer's second moment (this rank's slice, where the parameter is split) and its name."""
-        state = self.optimizer.state.get(param)
-        key = next((name for name in _SECOND_MOMENTS if state and name in state), None)
-        return None if state is None or key is None else (key, local_part(state[key]))
-
-    def largest(self, param: torch.Tensor) -> torch.Tensor:
-        """Largest second moment among this rank's elements of the parameter; 0 if it has none."""
-        found = self._moment(param)
-        return found[1].max() if found is not None and found[1].numel() else torch.zeros((), device=param.device)
-
-    def scale(self, param: nn.Parameter, largest: torch.Tensor | None = None) -> torch.Tensor | None:
-        """sqrt(v) + eps by element, what gradients are divided by; None before the optimizer has state for the parameter.
-
-        An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
-        hundreds of steps. It is not measured (infinity) until v includes it. Where v is tiny beside the parameter's
-        largest, a floor stops the same. The scale is common to all replicas' gradients and their mean, as the estimate
-        of a variance needs: cutting each ratio off is not linear, and gave the rare rows of embeddings a variance < 0.
-
-        Args:
-            param: of the optimizer.
-            largest: its largest second moment, where other ranks hold a part of it; default: looked for here.
-        """
-        found = self._moment(param)
-        if found is None:
-            return None
-        key, moment = found
-        largest = moment.max() if largest is None else largest
-        state, group = self.optimizer.state[param], self._group.get(id(param), {})
-        decay = group["betas"][1] if "betas" in group else group.get("alpha", 0.0) if key == "square_avg" else 0.0
-        correction = 1.0
-        if "betas" in group and "step" in state:
-            correction = 1.0 - float(decay) ** float(state["step"])
-            moment, largest = moment / correction, largest / correction
-        # The largest |g| / sqrt(v) that the optimizer itself can produce at this step, its v including g.
-        bound = math.sqrt(correction / (1.0 - decay)) if decay < 1.0 else math.inf
-        scale = torch.maximum(moment.sqrt().add_(group.get("eps", 1e-8)), largest.sqrt() / bound)
-        return scale.masked_fill_(moment == 0, math.inf)
 
 
 class Statistics:
@@ -114,6 +57,7 @@ class Statistics:
         precondition: see :class:`Preconditioner`.
         loss_scale: present scale of the loss (AMP), 1 without.
         every: measure each n-th step only.
+        watch: tells when gradients are there; needed where successive steps are compared.
     """
 
     def __init__(
@@ -128,15 +72,16 @@ class Statistics:
         precondition: Precondition = "auto",
         loss_scale: Callable[[], float] = lambda: 1.0,
         every: int = 1,
+        watch: GradientWatch | None = None,
     ) -> None:
         self.num_layers = len(layers)
         self.trained = trained_by(optimizer)
         """Ids of the parameters that count: others may have gradients, but do not move."""
         self.params = [param for layer in layers for param in layer.params.values() if id(param) in self.trained]
         self.layer_of = {id(param): i for i, layer in enumerate(layers) for param in layer.params.values()}
-        self.preconditioner = Preconditioner(optimizer, precondition)
+        split = any(hasattr(param, "to_local") for param in self.params)  # each over all ranks
+        self.preconditioner = Preconditioner(optimizer, precondition, world.max if split else None)
         self.world = world
-        self._split = any(hasattr(param, "to_local") for param in self.params)  # each over all ranks
         self.accum_steps = accum_steps
         self.loss_scale = loss_scale
         self.every = every
@@ -153,27 +98,23 @@ class Statistics:
         self._before: dict[int, torch.Tensor] = {}  # bucket or -> per-layer |g_r|^2
         self._after: dict[int, torch.Tensor] = {}
         self._now: dict[int, torch.Tensor] = {}
+        self._arrived: set[int] = set()  # of ``_now``: those of the step in progress
         self._last: dict[int, torch.Tensor] = {}
         self._last_samples = 0
         self._last_scale = 1.0  # loss scale of ``_last``
         self._micro = torch.zeros(0)
         self._mean: torch.Tensor | None = None  # |g|^2 by layer of the averaged micro-steps
         self._num_parts = 0
-        self._handles: list[RemovableHandle] = []
-        if self.source == "steps":
-            self._handles = [on_gradient(param, self._copy) for param in self.params]
+        if self.source == "steps" and watch is not None:
+            watch.listen(self._copy)
         self.reset()
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
 
     def reset(self) -> None:
         """Forget what is half collected: the boundary moved, or training was restored."""
         self._before.clear()
         self._after.clear()
         self._now.clear()
+        self._arrived.clear()
         self._last.clear()
         self._micro = torch.zeros(self.num_layers, dtype=torch.float64)
         self._mean = None
@@ -234,26 +175,34 @@ class Statistics:
 
     # --- one rank, successive steps
 
-    def _copy(self, param: torch.Tensor) -> None:
-        if not self.capture or param.grad is None:
+    def _copy(self, _layer: int, params: Sequence[nn.Parameter]) -> None:
+        if not self.capture:
             return
-        held, grad = self._now.get(id(param)), local_part(param.grad)
-        if held is None or held.shape != grad.shape:
-            self._now[id(param)] = grad.detach().clone()
-        else:
-            held.copy_(grad)
+        held: Tensors = []
+        grads: Tensors = []
+        for param in params:
+            if param.grad is None or id(param) not in self.trained:
+                continue
+            grad, key = local_part(param.grad), id(param)
+            self._arrived.add(key)
+            buffer = self._now.get(key)
+            if buffer is None or buffer.shape != grad.shape:
+                self._now[key] = grad.detach().clone()
+            else:
+                held.append(buffer)
+                grads.append(grad.detach())
+        if held:
+            torch._foreach_copy_(held, grads)
 
     def _successive(self) -> torch.Tensor | None:
         """|g_t - g_(t-1)|^2 and g_t . g_(t-1) by layer, shape (2L,)."""
-        pairs = [p for p in self.params if p.requires_grad and id(p) in self._now and id(p) in self._last]
-        scales = self._scales(pairs) if pairs else None
-        if scales is None:
+        pairs = [p for p in self.params if p.requires_grad and id(p) in self._arrived and id(p) in self._last]
+        scale = self._scale(pairs) if pairs else None
+        if scale is None:
             return None
-        now = [_wide(g) for g in self._scaled([self._now[id(p)] for p in pairs], scales)]
-        last = [_wide(g) for g in self._scaled([self._last[id(p)] for p in pairs], scales, self._last_scale)]
-        diff = self._by_layer(pairs, [torch.sum((n - b) ** 2) for n, b in zip(now, last, strict=True)])
-        dot = self._by_layer(pairs, [torch.sum(n * b) for n, b in zip(now, last, strict=True)])
-        return torch.cat([diff, dot])
+        now = self._plain([self._now[id(p)] for p in pairs])
+        last = self._plain([self._last[id(p)] for p in pairs], self._last_scale)
+        return self._by_layer(pairs, successive(now, last, scale or None)).flatten()
 
     # --- several ranks
 
@@ -264,19 +213,20 @@ class Statistics:
         counted = [(param, grad) for param, grad in pairs if id(param) in self.trained]
         params, grads = [param for param, _ in counted], [grad for _, grad in counted]
         capture = self.capture
-        scales = self._scales(params) if capture else None
-        if capture and scales is None:
+        scale = self._scale(params) if capture else None
+        if capture and scale is None:
             self._missing = True
-        if scales is not None:
-            self._before[index] = self._sqr_norms(params, grads, scales, self._mean_scale)
+        divisors = scale.by_element() if scale else None
+        if scale is not None:
+            self._before[index] = self._sqr_norms(params, grads, scale, divisors) * self._mean_scale**2
         buffer.mul_(self._weight)
         self.bytes_reduced += buffer.numel() * buffer.element_size()
         future = dist.all_reduce(buffer, async_op=True).get_future()
 
         def measured(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             reduced = done.value()[0]
-            if scales is not None:
-                self._after[index] = self._sqr_norms(params, grads, scales)
+            if scale is not None:
+                self._after[index] = self._sqr_norms(params, grads, scale, divisors)
             return reduced
 
         averaged: torch.futures.Future[torch.Tensor] = future.then(measured)
@@ -301,18 +251,15 @@ class Statistics:
             self._add(samples, factor)
 
     def _add(self, samples: float, factor: float = 1.0) -> None:
-        live = [p for p in self.params if p.requires_grad and p.grad is not None]
-        scales = self._scales(live)
-        if scales is None:
+        live, grads = self._live()
+        scale = self._scale(live)
+        if scale is None:
             self._missing = True
             return
-        added = []
-        for param in live:
-            assert param.grad is not None
-            last = self._last.get(id(param))
-            added.append(param.grad if last is None else param.grad - last)
-            self._last[id(param)] = param.grad.detach().clone()
-        self._micro += samples * self._sqr_norms(live, added, scales, factor).double().cpu()
+        before = [self._last.get(id(param)) for param in live]
+        added = [grad if last is None else grad - last for grad, last in zip(grads, before, strict=True)]
+        self._last.update({id(param): grad.detach().clone() for param, grad in zip(live, grads, strict=True)})
+        self._micro += samples * factor**2 * self._sqr_norms(live, added, scale).cpu()
 
     def rescale_micro(self, factor: float) -> None:
         """The accumulated gradient was scaled by ``factor`` (micro-steps of unequal size)."""
@@ -323,11 +270,10 @@ class Statistics:
         """The accumulated gradient is the average now; not un-scaled or clipped yet (of micro-steps or parts)."""
         if self.source not in ("micro_steps", "parts") or not self.due or self._missing:
             return
-        live = [p for p in self.params if p.requires_grad and p.grad is not None]
-        scales = self._scales(live)
-        if scales is not None:
-            grads = [p.grad for p in live if p.grad is not None]
-            self._mean = self._sqr_norms(live, grads, scales).double().cpu()
+        live, grads = self._live()
+        scale = self._scale(live)
+        if scale is not None:
+            self._mean = self._sqr_norms(live, grads, scale).cpu()
 
     # --- common
 
@@ -378,10 +324,11 @@ class Statistics:
         missing, self._missing = self._missing, False
         if self.source == "steps" and not missing:
             if self.capture:
-                self._last, self._now = self._now, self._last
+                self._last, self._now = {key: self._now[key] for key in self._arrived}, self._last
                 self._last_samples, self._last_scale = total_samples, self.loss_scale()
         else:
             self._last.clear()
+        self._arrived.clear()
         self._plan()
         return result
 
@@ -412,59 +359,41 @@ class Statistics:
             variance = passes * variance
         return StepStatistics(variance, sqr_norm)
 
-    def _scales(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """One per parameter; empty: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
-        if not self.preconditioner.active:
-            return []
-        scales = []
-        largest: Sequence[torch.Tensor | None] = [None] * len(params)
-        if self._split:
-            largest = list(self.world.max(torch.stack([self.preconditioner.largest(param) for param in params])))
-        for param, top in zip(params, largest, strict=True):
-            scale = self.preconditioner.scale(param, top)  # type: ignore[arg-type]
-            if scale is None:
-                return None
-            scales.append(scale)
-        return scales
+    def _live(self) -> tuple[list[nn.Parameter], Tensors]:
+        """What trains, and its accumulated gradients."""
+        live = [p for p in self.params if p.requires_grad and p.grad is not None]
+        return live, [p.grad for p in live if p.grad is not None]
 
-    def _scaled(
-        self, grads: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], loss_scale: float | None = None
-    ) -> list[torch.Tensor]:
-        """Un-scaled (AMP) and, where the optimizer does so, preconditioned."""
+    def _scale(self, params: Sequence[torch.Tensor]) -> Scale | Literal[False] | None:
+        """False: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
+        return self.preconditioner.scale(params) if self.preconditioner.active and params else False
+
+    def _plain(self, grads: Sequence[torch.Tensor], loss_scale: float | None = None) -> Tensors:
+        """Real, and un-scaled (AMP)."""
         unscale = 1.0 / (loss_scale or self.loss_scale())
-        plain = list(grads) if unscale == 1.0 else [grad * unscale for grad in grads]
-        return [grad / scale for scale, grad in zip(scales, plain, strict=True)] if scales else plain
+        found = [real(grad) for grad in grads]
+        return found if unscale == 1.0 else list(torch._foreach_mul(found, unscale))
 
     def _sqr_norms(
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor],
-        factor: float = 1.0,
+        scale: Scale | Literal[False],
+        divisors: Tensors | None = None,
     ) -> torch.Tensor:
-        """|factor * g|^2 by layer, shape (L,)."""
-        full = list(grads) if factor == 1.0 else [grad * factor for grad in grads]
-        norms = [torch.linalg.vector_norm(g, dtype=g.dtype).square() for g in map(_wide, self._scaled(full, scales))]
-        return self._by_layer(params, norms)
+        """|g / s|^2 by layer, float64, shape (L,)."""
+        if not params:  # a stage of which nothing trains
+            return torch.zeros(self.num_layers, dtype=torch.float64)
+        return self._by_layer(params, sqr_norms(self._plain(grads), scale or None, divisors))
 
-    def _by_layer(self, params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum of each layer's values, shape (L,)."""
-        if not values:
-            return torch.zeros(self.num_layers)
-        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        stacked = torch.stack([value.to(dtype) for value in values])
-        where = torch.tensor([self.layer_of[id(p)] for p in params], device=stacked.device)
-        return torch.zeros(self.num_layers, dtype=stacked.dtype, device=stacked.device).index_add_(0, where, stacked)
-
-
-def _wide(grad: torch.Tensor) -> torch.Tensor:
-    """As real numbers of at least 32 bits: sums of squares need them."""
-    real = torch.view_as_real(grad) if grad.is_complex() else grad
-    return real if real.dtype == torch.float64 else real.to(torch.float32)
+    def _by_layer(self, params: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        """Sums of each layer's values, (..., P) -> (..., L)."""
+        where = torch.tensor([self.layer_of[id(p)] for p in params], dtype=torch.int64, device=values.device)
+        return values.new_zeros(*values.shape[:-1], self.num_layers).index_add_(-1, where, values)
 
 
 def _total(by_bucket: dict[int, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([values.double().cpu() for values in by_bucket.values()]).sum(0)
+    return torch.stack([values.cpu() for values in by_bucket.values()]).sum(0)
 
 
 def _array(values: torch.Tensor) -> FloatArray:

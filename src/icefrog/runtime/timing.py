@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.layers import Layer
+from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.reentrant import in_reentrant_checkpoint
 
 
@@ -35,30 +35,19 @@ class StepTimes:
     ]  # by layer: backward time of the last micro-step until its gradients are ready; NaN: frozen
 
 
-def on_gradient(param: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call ``hook(param)`` whenever backward has added to ``param.grad``; also for a parameter that is frozen now."""
-    trains = param.requires_grad
-    param.requires_grad_(True)
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    param.requires_grad_(trains)
-    return handle
-
-
 class StepTimer(HookOwner):
     """Owned by :class:`~icefrog.runtime.engine.Engine`, which calls :meth:`step_enter` and :meth:`step_exit`."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[Layer], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, num_layers: int, device: torch.device, watch: GradientWatch) -> None:
         self.model = model
         self.device = device
-        self.num_layers = len(layers)
+        self.num_layers = num_layers
         self.clock: Callable[[], float] = time.perf_counter  # on the CPU
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._forward_start),
             model.register_forward_hook(self._forward_end),
         ]
-        for index, layer in enumerate(layers):
-            for param in layer.params.values():
-                self._handles.append(on_gradient(param, self._ready_hook(index)))
+        watch.listen(self._ready)
         self._pending: _Marks | None = None
         self._marks = _Marks()
         self._last_exit: Any = None
@@ -101,14 +90,11 @@ class StepTimer(HookOwner):
         if model is self.model and torch.is_grad_enabled() and self._marks.micro:
             self._marks.micro[-1][1] = self._mark()
 
-    def _ready_hook(self, index: int) -> Any:
-        def ready(_param: torch.Tensor) -> None:
-            mark = self._mark()
-            self._marks.ready[index] = mark
-            if self._marks.micro:
-                self._marks.micro[-1][2] = mark
-
-        return ready
+    def _ready(self, layer: int, _params: Sequence[nn.Parameter]) -> None:
+        mark = self._mark()
+        self._marks.ready[layer] = mark
+        if self._marks.micro:
+            self._marks.micro[-1][2] = mark
 
     def step_enter(self) -> None:
         """The optimizer step begins (the last micro-step's backward and its synchronisation are over)."""
