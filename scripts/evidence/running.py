@@ -21,7 +21,7 @@ from icefrog.spec import Target
 SMOOTHED_OVER = 3
 """Validations whose mean is held against the target."""
 CACHE_BYTES = 1e9
-TUNE_EVERY_STEPS = 4
+TUNE_EVERY_STEPS = 2
 """Short jobs need more than one decision an epoch; a decision takes a fraction of a millisecond."""
 
 
@@ -114,7 +114,7 @@ def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterato
     sets = TASKS[name].data(data, seed)
     torch.manual_seed(seed)
     rng = [torch.get_rng_state()] * len(arms)
-    running = {place: run(name, arm, seed, sets) for place, arm in enumerate(arms)}
+    running = {place: run(name, arm, seed, data, sets) for place, arm in enumerate(arms)}
     while running:
         for place, training in list(running.items()):
             torch.set_rng_state(rng[place])
@@ -125,10 +125,10 @@ def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterato
                 yield row
 
 
-def run(name: str, arm: Arm, seed: int, sets: Sets) -> Iterator[dict[str, Any] | None]:
+def run(name: str, arm: Arm, seed: int, data: Path, sets: Sets) -> Iterator[dict[str, Any] | None]:
     """Train to the target, or to the last interval; yields None after each interval, and the row at last."""
     task = TASKS[name]
-    model = task.build()
+    model = task.build(data)
     optimizer = task.optimizer(model)
     one_pass = len(sets.train[0]) // task.batch * task.batch
     elastic = arm.attach(task, model, optimizer, one_pass)

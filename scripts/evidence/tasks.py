@@ -20,6 +20,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from split_tasks import (
+    Batch,
     Encoder,
     Sets,
     Units,
@@ -38,7 +39,7 @@ class EvidenceTask:
 
     Attributes:
         note: what it is, for the page.
-        build: a fresh network; the generator is seeded before.
+        build: folder -> a network before training; the generator is seeded before.
         units: freezable units in forward order.
         optimizer: of the whole network.
         data: (folder, seed) -> training and validation samples.
@@ -52,7 +53,7 @@ class EvidenceTask:
     """
 
     note: str
-    build: Callable[[], nn.Module]
+    build: Callable[[Path], nn.Module]
     units: Callable[[nn.Module], Units]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     data: Callable[[Path, int], Sets]
@@ -103,6 +104,19 @@ def few_digits(train: int, held_out: int) -> Callable[[Path, int], Sets]:
     return load
 
 
+def half_of_digits(folder: Path, seed: int, train: int, held_out: int, *, upper: bool) -> tuple[Batch, Batch]:
+    """MNIST digits 0 to 4, or 5 to 9, labelled 0 to 4: those that train, those that validate."""
+    x, y = digits(folder, seed).train
+    chosen = (y >= 5) == upper
+    x, y = x[chosen], y[chosen] % 5
+    return (x[:train], y[:train]), (x[train : train + held_out], y[train : train + held_out])
+
+
+def upper_digits(train: int, held_out: int) -> Callable[[Path, int], Sets]:
+    """MNIST digits 5 to 9."""
+    return lambda folder, seed: Sets(*half_of_digits(folder, seed, train, held_out, upper=True))
+
+
 def distort(x: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
     """Each image turned by up to 30 degrees, scaled by up to 20 %, moved by up to 3 of 16 pixels, and noisy."""
     count = len(x)
@@ -143,6 +157,31 @@ def cnn(width: int) -> nn.Sequential:
         units.append(nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), *pool))
         inputs = outputs
     return nn.Sequential(*units, nn.Sequential(nn.Flatten(), nn.Linear(inputs * 4, 10)))
+
+
+def transferred(folder: Path) -> nn.Module:
+    """``residual(32)`` that has learnt the digits 0 to 4, with a fresh head for five others.
+
+    Learnt once, by two passes over all digits 0 to 4 with one fixed seed, and kept in the folder.
+    """
+    file = folder / "residual-digits-0-to-4.pt"
+    model = residual(32)
+    if not file.exists():
+        with torch.random.fork_rng():
+            torch.manual_seed(12345)
+            learning = residual(32)
+            (x, y), _ = half_of_digits(folder, 12345, 10**6, 0, upper=False)
+            optimizer = _sgd(0.02)(learning)
+            for _ in range(2):
+                for chosen in torch.randperm(len(x)).split(32):
+                    F.cross_entropy(learning(x[chosen]), y[chosen]).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            torch.save(learning.state_dict(), file)
+    fresh_head = model[-1].state_dict()
+    model.load_state_dict(torch.load(file, weights_only=True))
+    model[-1].load_state_dict(fresh_head)
+    return model
 
 
 class Words(nn.Module):
@@ -197,7 +236,7 @@ def _sgd(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 TASKS: dict[str, EvidenceTask] = {
     "minilm-spam": EvidenceTask(
         note="MiniLM (6 layers, 22.7 M parameters) fine-tuned on 800 e-mails: spam or not; 48 tokens, AdamW 2e-5, batch 16",
-        build=lambda: Encoder(2),
+        build=lambda _: Encoder(2),
         units=encoder_units,
         optimizer=_adamw(2e-5),
         data=few_spam(800, 300, 48),
@@ -210,7 +249,7 @@ TASKS: dict[str, EvidenceTask] = {
     ),
     "minilm-lists": EvidenceTask(
         note="MiniLM fine-tuned on 800 e-mails: which of six mailing lists; 32 tokens, AdamW 1e-4, batch 16",
-        build=lambda: Encoder(6),
+        build=lambda _: Encoder(6),
         units=encoder_units,
         optimizer=_adamw(1e-4),
         data=few_lists(800, 300, 32),
@@ -221,9 +260,22 @@ TASKS: dict[str, EvidenceTask] = {
         max_intervals=24,
         pretrained=True,
     ),
+    "resnet-transfer": EvidenceTask(
+        note="residual network of 8 blocks (32 to 256 wide) that has learnt the digits 0 to 4, fine-tuned on 500 digits 5 to 9",
+        build=transferred,
+        units=_children,
+        optimizer=_sgd(0.01),
+        data=upper_digits(500, 1000),
+        batch=32,
+        interval_steps=15,
+        warmup_steps=10,
+        target=0.95,
+        max_intervals=24,
+        pretrained=True,
+    ),
     "cnn-digits": EvidenceTask(
         note="CNN of 6 convolutions from scratch on sklearn's digits, distorted anew each time; SGD 0.01, batch 32",
-        build=lambda: cnn(32),
+        build=lambda _: cnn(32),
         units=_children,
         optimizer=_sgd(0.01),
         data=small_digits(500),
@@ -236,7 +288,7 @@ TASKS: dict[str, EvidenceTask] = {
     ),
     "resnet-mnist": EvidenceTask(
         note="residual network of 8 blocks (16 to 128 wide) from scratch on 2,000 MNIST digits; SGD 0.02, batch 32",
-        build=lambda: residual(16),
+        build=lambda _: residual(16),
         units=_children,
         optimizer=_sgd(0.02),
         data=few_digits(2000, 1000),
@@ -248,7 +300,7 @@ TASKS: dict[str, EvidenceTask] = {
     ),
     "transformer-spam": EvidenceTask(
         note="4-layer transformer (128 wide) from scratch on 3,000 e-mails: spam or not; 48 tokens, AdamW 2e-4, batch 32",
-        build=lambda: classifier(128, 4, 48),
+        build=lambda _: classifier(128, 4, 48),
         units=_children,
         optimizer=_adamw(2e-4),
         data=few_spam(3000, 800, 48),

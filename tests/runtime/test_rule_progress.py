@@ -24,15 +24,19 @@ from icefrog.testing.rules import RuleContract, measured_profile, situation
 USABLE = CacheState(0, 0, "nothing is frozen")
 
 
-def feed(rule: FreezingRule, signal: list[float], steps: int = 20, moved: float = 0.001) -> None:
-    """Steps whose gradients have these squared norms, on weights that move by ``moved`` of their norm in the dense part."""
-    params = [nn.Parameter(torch.ones(4)) for _ in signal]
+def weights(learnt: bool) -> torch.Tensor:
+    """A matrix of independent weights; with one strong direction in it where something was learnt."""
+    noise = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    return noise + (2.0 * torch.outer(torch.arange(16.0).cos(), torch.arange(16.0).sin()) if learnt else 0.0)
+
+
+def feed(rule: FreezingRule, signal: list[float], steps: int = 20, learnt: bool = False) -> None:
+    """Steps whose gradients have these squared norms."""
+    params = [nn.Parameter(weights(learnt)) for _ in signal]
     layers = [Layer(str(i), [], {str(i): param}) for i, param in enumerate(params)]
     for step in range(steps):
         for param, value in zip(params, signal, strict=True):
-            param.grad = torch.full((4,), (value / 4) ** 0.5)
-            with torch.no_grad():
-                param += moved / 16
+            param.grad = torch.full((16, 16), value**0.5 / 16)
         rule.observe(Hands(step, nn.Identity(), layers, 0, torch.optim.SGD(params, lr=1.0)))
 
 
@@ -55,14 +59,24 @@ def test_a_cached_prefix_spares_its_share_of_the_forward_pass() -> None:
     np.testing.assert_allclose(cached, [0.048, 0.036, 0.024, 0.012], rtol=1e-6)
 
 
-def test_settled_layers_freeze_at_once_and_others_after_the_warm_up() -> None:
+def test_layers_that_had_learnt_freeze_at_once_and_fresh_ones_after_the_warm_up() -> None:
     early = situation(share_done=0.05, cache=USABLE)
-    settled, moving = Progress(), Progress()
-    feed(settled, [1.0, 1.0, 4.0, 4.0])
-    feed(moving, [1.0, 1.0, 4.0, 4.0], moved=0.1)
-    assert settled.propose(early).frozen_layers == 2  # .8^.5 of the progress in half of the time
-    assert "warm-up" in moving.propose(early).reason
-    assert moving.propose(replace(early, share_done=0.2)).frozen_layers == 2
+    pretrained, fresh = Progress(), Progress()
+    feed(pretrained, [1.0, 1.0, 4.0, 4.0], learnt=True)
+    feed(fresh, [1.0, 1.0, 4.0, 4.0])
+    assert pretrained.propose(early).frozen_layers == 2  # .8^.5 of the progress in half of the time
+    assert "fresh" in fresh.propose(early).reason
+    assert fresh.propose(replace(early, share_done=0.2)).frozen_layers == 2
+
+
+def test_layers_that_had_learnt_freeze_deeper() -> None:
+    """8 layers of one signal: behind 5 of them 3/8 is left, behind 4 one half, behind 3 5/8."""
+    now = situation([1.0] * 8, cache=USABLE)
+    pretrained, fresh = Progress(margin=0.0), Progress(margin=0.0)
+    feed(pretrained, [1.0] * 8, learnt=True)
+    feed(fresh, [1.0] * 8)
+    assert pretrained.propose(now).frozen_layers == 4
+    assert fresh.propose(now).frozen_layers == 3
 
 
 def test_freezing_that_does_not_pay_is_left_alone() -> None:
@@ -164,7 +178,7 @@ def test_settings_are_checked() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [Progress, lambda: Progress(margin=0.0, warmup_share=0.0, settled=9.0, patience=1)],
+    [Progress, lambda: Progress(margin=0.0, warmup_share=0.0, patience=1)],
     ids=["default", "eager"],
 )
 class TestContract(RuleContract):

@@ -13,6 +13,7 @@ from icefrog.estimate.progress import seconds_by_depth, signal_share, signal_wor
 from icefrog.profile import FloatArray
 from icefrog.runtime.rules.base import FreezingRule, Hands, Proposal, Situation
 from icefrog.runtime.rules.signal import SignalMeter
+from icefrog.runtime.rules.spectrum import LEARNT
 
 _TRIAL_PASSES = 2
 """Passes over the data without one hit after which the cache is not counted on any more."""
@@ -21,12 +22,13 @@ _TRIAL_PASSES = 2
 class Progress(FreezingRule):
     """l* = argmax of psi(l) / seconds(l), psi from the signal (:mod:`icefrog.estimate.progress`), the cache counted in.
 
-    1. *When to start.* At once if the layers have settled: in the first 12 steps they moved by less than ``settled`` of
-       their norm, as pre-trained ones do. Otherwise after ``warmup_share`` of P0: what is built on a random prefix stays
-       poor.
+    1. *When to start.* At once if the layers in question had learnt before the job began, as pre-trained ones have: the
+       largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`). Otherwise after ``warmup_share``
+       of P0: what is built on a random prefix stays poor.
     2. *How deep.* The argmax over at most ``max_share`` of the layers, behind which ``least_signal`` of the signal is left,
-       if it promises ``margin`` more than full training and than the present depth. Frozen layers keep the share of the
-       signal that they had when they froze.
+       if it promises ``margin`` more than full training and than the present depth; on a prefix that had learnt,
+       ``learnt_max_share`` and ``learnt_least_signal`` hold instead. Frozen layers keep the share of the signal that they
+       had when they froze.
     3. *When to open.* After ``patience`` validations at a depth without a new best metric, half of the frozen layers are
        opened, and the rule never freezes deeper than that again. Also when freezing does not pay any more, because the
        cache turned out not to hit.
@@ -34,9 +36,10 @@ class Progress(FreezingRule):
     Args:
         margin: least relative gain in effective progress of a move.
         max_share: most layers frozen, share of all.
-        warmup_share: of P0, effective samples.
         least_signal: share of the signal that must be left in the layers that train, in [0, 1].
-        settled: relative movement in the first 12 steps below which a layer counts as settled.
+        learnt_max_share: the first, where the prefix had learnt.
+        learnt_least_signal: the second, where the prefix had learnt.
+        warmup_share: of P0, effective samples.
         patience: validations.
 
     Raises:
@@ -50,23 +53,26 @@ class Progress(FreezingRule):
         *,
         margin: float = 0.25,
         max_share: float = 0.5,
-        warmup_share: float = 0.1,
         least_signal: float = 0.6,
-        settled: float = 0.02,
+        learnt_max_share: float = 0.65,
+        learnt_least_signal: float = 0.45,
+        warmup_share: float = 0.1,
         patience: int = 4,
     ) -> None:
-        shares = max_share, warmup_share, least_signal
-        if margin < 0 or not all(0 <= share <= 1 for share in shares) or settled < 0 or patience < 1:
+        shares = (max_share, least_signal, learnt_max_share, learnt_least_signal, warmup_share)
+        if margin < 0 or not all(0 <= share <= 1 for share in shares) or patience < 1:
             raise UserError(
-                f"Progress(margin={margin}, max_share={max_share}, warmup_share={warmup_share}, "
-                f"least_signal={least_signal}, settled={settled}, patience={patience}) is not a rule",
-                "margin and settled are >= 0, shares between 0 and 1, patience at least 1",
+                f"Progress(margin={margin}, max_share={max_share}, least_signal={least_signal}, learnt_max_share="
+                f"{learnt_max_share}, learnt_least_signal={learnt_least_signal}, warmup_share={warmup_share}, "
+                f"patience={patience}) is not a rule",
+                "margin is >= 0, shares are between 0 and 1, patience is at least 1",
             )
         self.margin = margin
         self.max_share = max_share
-        self.warmup_share = warmup_share
         self.least_signal = least_signal
-        self.settled = settled
+        self.learnt_max_share = learnt_max_share
+        self.learnt_least_signal = learnt_least_signal
+        self.warmup_share = warmup_share
         self.patience = patience
         self._meter = SignalMeter()
         self._cap: int | None = None  # depth above which the rule never goes again
@@ -80,9 +86,10 @@ class Progress(FreezingRule):
         """Measure."""
         self._meter.observe(hands)
 
-    def _is_settled(self, depth: int) -> bool:
-        moved = self._meter.moved
-        return moved is not None and max(moved[:depth], default=math.inf) < self.settled
+    def _has_learnt(self, depth: int) -> bool:
+        """Whether the first layers had learnt before the job began, on average over those that have matrices."""
+        told = [value for value in (self._meter.structure or [])[:depth] if math.isfinite(value)]
+        return bool(told) and sum(told) / len(told) > LEARNT
 
     # --- decisions
 
@@ -94,18 +101,21 @@ class Progress(FreezingRule):
         signal = self._meter.progress()
         if now.profile is None or signal is None or len(signal) != now.num_layers:
             return now.stay("not ready: too few steps measured")
-        cap = min(now.bounds.max_frozen, int(self.max_share * now.num_layers + 1e-9))
+        learnt = self._has_learnt(now.num_layers // 2)
+        max_share = self.learnt_max_share if learnt else self.max_share
+        cap = min(now.bounds.max_frozen, int(max_share * now.num_layers + 1e-9))
         if self._cap is not None:
             cap = min(cap, self._cap)
         if depth > now.bounds.min_frozen and self._stalls(now):
             self._cap = now.bounds.clamp(depth // 2)
             reason = f"opened from {depth}: no new best metric in {self.patience} validations"
             return self._move(now, self._cap, reason, signal)
-        if depth == 0 and now.share_done < self.warmup_share and not self._is_settled(cap):
-            return now.stay("warm-up: layers still move far")
-        return self._best(now, max(cap, now.bounds.min_frozen), signal)
+        if depth == 0 and now.share_done < self.warmup_share and not learnt:
+            return now.stay("warm-up: the layers are fresh")
+        least_signal = self.learnt_least_signal if learnt else self.least_signal
+        return self._best(now, max(cap, now.bounds.min_frozen), signal, least_signal)
 
-    def _best(self, now: Situation, cap: int, signal: list[float]) -> Proposal:
+    def _best(self, now: Situation, cap: int, signal: list[float], least_signal: float) -> Proposal:
         assert now.profile is not None
         worth = signal_worth(signal, self._kept)[:-1]
         depth, least = now.frozen_layers, now.bounds.min_frozen
@@ -116,7 +126,7 @@ class Progress(FreezingRule):
             now.profile, now.config, now.num_nodes, forward_share=self._forward_share, cached=cached
         )
         progress = np.nan_to_num(worth) * now.config.global_batch / seconds
-        enough = np.nan_to_num(signal_share(signal, self._kept)[:-1]) >= self.least_signal
+        enough = np.nan_to_num(signal_share(signal, self._kept)[:-1]) >= least_signal
         while cap > max(least, depth) and not enough[cap]:
             cap -= 1
         best = least + int(progress[least : cap + 1].argmax())

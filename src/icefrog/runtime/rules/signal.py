@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from icefrog.runtime.rules.base import Hands
+from icefrog.runtime.rules.spectrum import structure
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 _DENSE_STEPS = 12
 """Measured step by step in the beginning, so that a short job can decide soon; then one pair of steps in ``_PERIOD``."""
 _PERIOD = 4
 _DECAY = 0.95
-_READY_PAIRS = 10
+_READY_PAIRS = 4
+"""Shares after 4 pairs differ from those after 11 by a few hundredths (docs/evidence/layer-elasticity.md)."""
 _SAMPLED = 16384
 """About as many elements of each parameter are looked at, in whole rows: on a large model that is a few percent of it."""
 
 
 class SignalMeter:
-    """Per layer, the first-order progress of a step and the distance moved since the first.
+    """Per layer, the first-order progress of a step, and whether it had learnt before the first.
 
     A step of size eta along P g, P the optimizer's preconditioner, lowers the loss by eta G . P G to first order, with G the
     mean gradient. G . P G is estimated by g_t . P g_(t-1): the noise of two batches is independent. P is 1 / (sqrt(v) + eps)
@@ -31,10 +32,9 @@ class SignalMeter:
     """
 
     def __init__(self) -> None:
-        self.moved: list[float] | None = None
-        """By layer, |w - w_0| / |w_0| after the dense steps; None before."""
+        self.structure: list[float] | None = None
+        """By layer, of its first weights (:mod:`icefrog.runtime.rules.spectrum`); NaN where it has no matrix; None before."""
         self._first: int | None = None  # step
-        self._start: dict[str, torch.Tensor] = {}  # w_0, sampled
         self._last: dict[str, torch.Tensor] = {}  # gradient of the step before, sampled
         self._last_step = -2
         self._ema: list[float] = []
@@ -52,10 +52,8 @@ class SignalMeter:
         if self._first is None:
             self._first = hands.step
             self._ema, self._weight = [0.0] * len(hands.layers), [0.0] * len(hands.layers)
-            self._start = _sampled_weights(hands)
+            self.structure = [structure(layer.params.values()) for layer in hands.layers]
         age = hands.step - self._first
-        if self.moved is None and age >= _DENSE_STEPS:
-            self.moved, self._start = _movement(hands, self._start), {}
         if age >= _DENSE_STEPS and hands.step % _PERIOD > 1:
             return
         now = {
@@ -93,7 +91,7 @@ class SignalMeter:
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "moved": self.moved,
+            "structure": self.structure,
             "first": self._first,
             "last_step": self._last_step,
             "ema": list(self._ema),
@@ -103,21 +101,17 @@ class SignalMeter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`."""
-        self.moved, self._first, self._last_step = state["moved"], state["first"], state["last_step"]
+        self.structure, self._first, self._last_step = state["structure"], state["first"], state["last_step"]
         self._ema, self._weight, self._pairs = list(state["ema"]), list(state["weight"]), state["pairs"]
-        self._start, self._last = {}, {}
+        self._last = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The samples."""
-        return {
-            f"{kind}.{name}": value for kind in ("start", "last") for name, value in getattr(self, f"_{kind}").items()
-        }
+        return dict(self._last)
 
     def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Inverse of :meth:`tensors`."""
-        for key, value in tensors.items():
-            kind, _, name = key.partition(".")
-            (self._start if kind == "start" else self._last)[name] = value
+        self._last = dict(tensors)
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
@@ -152,18 +146,3 @@ def _keeps_moments(optimizer: torch.optim.Optimizer) -> bool:
 def _numel(value: torch.Tensor) -> int:
     local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     return local.numel()
-
-
-def _sampled_weights(hands: Hands) -> dict[str, torch.Tensor]:
-    return {name: _sample(param).clone() for layer in hands.layers for name, param in layer.params.items()}
-
-
-def _movement(hands: Hands, start: dict[str, torch.Tensor]) -> list[float]:
-    """|w - w_0| / |w_0| by layer; infinite where nothing can be said (w_0 = 0, or resumed without it)."""
-    found = []
-    for layer in hands.layers:
-        pairs = [(start[name], _sample(param)) for name, param in layer.params.items() if name in start]
-        before = sum(float(old.float().square().sum()) for old, _ in pairs)
-        moved = sum(float((new.float() - old.to(new.device).float()).square().sum()) for old, new in pairs)
-        found.append(float(np.sqrt(moved / before)) if before > 0 else math.inf)
-    return found
