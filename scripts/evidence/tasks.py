@@ -261,7 +261,7 @@ TASKS: dict[str, EvidenceTask] = {
         pretrained=True,
     ),
     "resnet-transfer": EvidenceTask(
-        note="residual network of 8 blocks (32 to 256 wide) that has learnt the digits 0 to 4, fine-tuned on 500 digits 5 to 9",
+        note="residual network of 8 blocks (32 to 256 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
         build=transferred,
         units=_children,
         optimizer=_sgd(0.01),

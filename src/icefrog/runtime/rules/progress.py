@@ -23,8 +23,8 @@ class Progress(FreezingRule):
     """l* = argmax of psi(l) / seconds(l), psi from the signal (:mod:`icefrog.estimate.progress`), the cache counted in.
 
     1. *When to start.* At once if the layers in question had learnt before the job began, as pre-trained ones have: the
-       largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`). Otherwise after ``warmup_share``
-       of P0: what is built on a random prefix stays poor.
+       largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`). Otherwise after
+       ``warmup_share`` of P0: what is built on a random prefix stays poor.
     2. *How deep.* The argmax over at most ``max_share`` of the layers, behind which ``least_signal`` of the signal is left,
        if it promises ``margin`` more than full training and than the present depth; on a prefix that had learnt,
        ``learnt_max_share`` and ``learnt_least_signal`` hold instead. Frozen layers keep the share of the signal that they

@@ -33,7 +33,7 @@ class SignalMeter:
 
     def __init__(self) -> None:
         self.structure: list[float] | None = None
-        """By layer, of its first weights (:mod:`icefrog.runtime.rules.spectrum`); NaN where it has no matrix; None before."""
+        """By layer, of its first weights (:mod:`~icefrog.runtime.rules.spectrum`); NaN: it has no matrix; None before."""
         self._first: int | None = None  # step
         self._last: dict[str, torch.Tensor] = {}  # gradient of the step before, sampled
         self._last_step = -2

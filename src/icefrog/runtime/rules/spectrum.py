@@ -1,8 +1,9 @@
 """Tells layers that have learnt from fresh ones by the largest singular value of their weights.
 
 Weights drawn independently with standard deviation s fill an m x n matrix whose largest singular value is close to
-s (sqrt(m) + sqrt(n)), the edge of the Marchenko-Pastur law, whatever they are drawn from. Training adds few strong directions,
-which stand out of that edge (Martin and Mahoney, "Implicit Self-Regularization in Deep Neural Networks", JMLR 2021). So
+s (sqrt(m) + sqrt(n)), the edge of the Marchenko-Pastur law, whatever they are drawn from. Training adds few strong
+directions, which stand out of that edge (Martin and Mahoney, "Implicit Self-Regularization in Deep Neural Networks", JMLR
+2021). So
 
     structure(W) = largest singular value of (W - mean) / (s (sqrt(m) + sqrt(n)))
 
