@@ -14,8 +14,12 @@ from tasks import TASKS, EvidenceTask, Sets
 from torch import nn
 from torch.nn import functional as F
 
+from icefrog.estimate.penalty import frozen_penalty
+from icefrog.estimate.progress import signal_share
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.prefix_cache import PrefixCache
+from icefrog.runtime.rules import FreezingRule, Hands, Proposal, Situation
+from icefrog.runtime.rules.signal import SignalMeter
 from icefrog.spec import Target
 
 SMOOTHED_OVER = 3
@@ -28,9 +32,31 @@ TUNE_EVERY_STEPS = 2
 TRACE = ("steps", "cpu_s", "accuracy", "mean", "validation_loss", "training_loss", "frozen", "cached_steps")
 
 
+class Watch(FreezingRule):
+    """Freezes nothing, and notes at each interval what would be predicted for each depth."""
+
+    def __init__(self) -> None:
+        self.meter = SignalMeter()
+        self.notes: list[dict[str, Any]] = []
+
+    def observe(self, hands: Hands) -> None:
+        """Measure."""
+        self.meter.observe(hands)
+
+    def propose(self, now: Situation) -> Proposal:
+        """Stay."""
+        signal = self.meter.progress()
+        if now.gradients is not None and signal is not None:
+            psi, share = frozen_penalty(now.gradients.variance)[:-1], signal_share(signal)[:-1]
+            rounded = {"psi": np.round(psi, 4).tolist(), "signal_share": np.round(share, 4).tolist()}
+            self.notes.append({"steps": now.step} | rounded)
+        return now.stay("watching")
+
+
 class Arm:
     """How a run freezes: ``control`` (the plain loop, no LayerElastic), ``fixed:K`` or ``fixed:K@I`` (K layers from the
-    start, or from interval I on), or the name of a rule; ``-nocache`` behind it: without the prefix cache."""
+    start, or from interval I on), ``watch-raw`` or ``watch-auto`` (nothing; notes what the statistics of plain or
+    preconditioned gradients predict), or the name of a rule; ``-nocache`` behind it: without the prefix cache."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,6 +67,7 @@ class Arm:
         depth, _, when = value.partition("@")
         self._depth, self._interval = int(depth or 0), int(when or 0)
         self._freezes_at = 0
+        self.watch = Watch() if rule.startswith("watch-") else None
 
     def attach(
         self, task: EvidenceTask, model: nn.Module, optimizer: torch.optim.Optimizer, samples_per_epoch: int
@@ -55,9 +82,10 @@ class Arm:
             task.units(model),
             target=Target(metric="accuracy", value=task.target, mode="max"),
             samples_per_epoch=samples_per_epoch,
-            rule="none" if by_hand else self._rule,
+            rule=self.watch or ("none" if by_hand else self._rule),
+            precondition="raw" if self.name == "watch-raw" else "auto",
             stats_every=10**9 if by_hand or self._rule == "progress" else 1,
-            tune_every_steps=None if by_hand else TUNE_EVERY_STEPS,
+            tune_every_steps=None if by_hand or self.watch else TUNE_EVERY_STEPS,
             env={},
         )
         if task.augment is None and not self.name.endswith("-nocache"):
@@ -191,4 +219,4 @@ def run(name: str, arm: Arm, seed: int, data: Path, sets: Sets) -> Iterator[dict
         "validation_s": round(validation_s, 3),
         "trace": trace,
         "reasons": reasons,
-    }
+    } | ({"predicted": arm.watch.notes} if arm.watch else {})

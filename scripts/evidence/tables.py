@@ -36,7 +36,7 @@ def tables(rows: list[Row]) -> str:
     ]
     for (task, arm), both in sorted(pairs.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
         reached = [pair for pair in both if pair[0]["reached"] and pair[1]["reached"]]
-        cpu = [control["cpu_s"] / row["cpu_s"] for control, row in reached]
+        cpu = [row["control_trace_cpu_s"][-1] / row["cpu_s"] for _, row in reached]
         units = [control["steps"] / control_steps(control, row) for control, row in reached]
         steps = [row["steps"] / control["steps"] for control, row in reached]
         total = sum(row["steps"] for _, row in both)
@@ -69,7 +69,7 @@ def control_steps(control: Row, row: Row) -> float:
 
     After the control ended, by the mean of its intervals.
     """
-    seconds = np.diff([0.0, *(row["control_trace_cpu_s"] if "control_trace_cpu_s" in row else trace_s(control))])
+    seconds = np.diff([0.0, *row["control_trace_cpu_s"]])
     per_interval = control["trace"][0][0]
     mine = np.diff([0.0, *trace_s(row)])
     beside = [seconds[i] if i < len(seconds) else seconds.mean() for i in range(len(mine))]
