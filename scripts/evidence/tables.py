@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prediction import prediction
 from scipy import stats
 from tasks import TASKS
 
@@ -23,11 +24,11 @@ def write_page(page: Path, rows: list[Row]) -> None:
 
 
 def tables(rows: list[Row]) -> str:
-    """Ratios by task and arm, then every run."""
+    """Ratios by task and rule, predicted against needed steps, then every run."""
     by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
     pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
     for (task, arm, seed), row in sorted(by_run.items()):
-        if arm != "control" and (task, "control", seed) in by_run:
+        if arm != "control" and "@" not in arm and "watch" not in arm and (task, "control", seed) in by_run:
             pairs[task, arm].append((by_run[task, "control", seed], row))
     lines = [
         "| task | rule | seeds | reached | times faster in CPU time (95 % interval) | in steps of the control beside it | "
@@ -48,7 +49,10 @@ def tables(rows: list[Row]) -> str:
         )
     lines += [
         "",
-        "Every run:",
+        "### Predicted and needed steps",
+        "",
+        prediction(rows),
+        "### Every run",
         "",
         "| task | rule | seed | CPU s | steps | last accuracy | depths |",
         "|---|---|---|---|---|---|---|",
