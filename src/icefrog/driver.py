@@ -152,8 +152,17 @@ def run(
 
 
 def _stall(controller: Controller) -> StallError:
-    names = ", ".join(list(controller.state.active)[:5])
-    return StallError(f"nothing runs and nothing will come, yet these jobs are not finished: {names}")
+    state = controller.state
+    jobs = ", ".join(
+        f"{job.job_id} (asks for {job.spec.requested_gpus} GPUs)" for job in list(state.active.values())[:5]
+    )
+    more = f" and {len(state.active) - 5} more" if len(state.active) > 5 else ""
+    up = state.cluster.num_gpus - sum(state.cluster.gpus_per_node[node] for node in state.down)
+    return StallError(
+        f"nothing runs and nothing will come, yet these jobs are not finished: {jobs}{more}. Of the cluster's "
+        f"{state.cluster.num_gpus} GPUs {up} are in service"
+        + (": the capacity or the failed nodes never come back" if state.down else "")
+    )
 
 
 def _carry_out(step: Step, log: LogWriter, executor: Executor) -> None:

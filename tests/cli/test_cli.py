@@ -220,6 +220,11 @@ def test_traces_can_be_generated_described_and_converted(tmp_path, capsys):
     assert "120 rows read, 120 kept" in capsys.readouterr().out
     assert run(["trace", "convert", str(csv), str(tmp_path / "u.csv"), "--jobs", "10"]) == 0
     assert len((tmp_path / "u.csv").read_text().splitlines()) == 11
+    before = csv.read_bytes()
+    capsys.readouterr()
+    assert run(["trace", "convert", str(csv), str(tmp_path / "." / "t.csv")]) == 2
+    assert "is the log itself" in capsys.readouterr().err
+    assert csv.read_bytes() == before
 
 
 @pytest.mark.parametrize("command", ["policies", "workloads"])

@@ -279,7 +279,7 @@ def test_a_request_that_no_rigid_policy_can_meet_stalls_with_the_job_named() -> 
     work = workload(3)
     wide = work.specs[0].model_copy(update={"gpus": (1, 64), "num_gpus": 64, "duration_s": None, "share": False})
     result = run(Workload((wide, *work.specs[1:]), work.profiles, work.curves), "fifo")
-    assert wide.job_id in result.stalled
+    assert f"{wide.job_id} (asks for 64 GPUs)" in result.stalled
     assert sum(job.phase == "completed" for job in result.state.jobs.values()) == 2
 
 

@@ -73,6 +73,8 @@ def convert(
     """Turn a public log into our own CSV."""
     from icefrog.replay import TraceChoice
 
+    if target.exists() and target.samefile(source):
+        raise UserError(f"{target} is the log itself", "write to another file: a public log is never overwritten")
     read = TraceChoice(source, trace_format, 1.0, parse_time(start), hours, num_jobs, seed).read()
     _write(read, target)
 
