@@ -5,6 +5,8 @@
 CPU time of one thread, so that a busy machine does not decide. In every round each variant trains a few steps, between two
 turns of the plain loop, whose mean its time is divided by; printed is the median over the rounds, with its quartiles. Goal:
 at most 3 % with the default settings. `timing` is everything but statistics: hooks, step times, agreement on samples.
+`plain` against itself says what the machine's noise is. `decision` is what one decision takes, each epoch or every
+`tune_every_steps`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from icefrog.runtime import LayerElastic
 
 STEPS = 10  # a turn of one variant; a multiple of each n but "never"
 NEVER = 10**9
-VARIANTS = {"timing": NEVER, "every 10th": 10, "every 5th": 5, "every step": 1}
+VARIANTS: dict[str, dict[str, int] | None] = {
+    "plain": None,
+    "timing": {"stats_every": NEVER},
+    "default": {},
+    "every step": {"stats_every": 1},
+}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
+}
 
 
 def cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -67,37 +78,49 @@ def transformer() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return Classifier(), torch.randint(0, 2000, (16, 24)), torch.randint(0, 2, (16,))
 
 
-def loop(
-    build: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]], stats_every: int | None
-) -> Callable[[], float]:
-    """A training loop; each call makes STEPS steps and returns their CPU seconds. None: plain PyTorch."""
-    torch.manual_seed(0)
-    model, x, y = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    if stats_every is not None:
-        elastic = LayerElastic(model, optimizer, rule="none", samples_per_epoch=10**9, stats_every=stats_every, env={})
-        model = elastic.model
-        next(elastic.epochs(1))
+Task = tuple[nn.Module, torch.Tensor, torch.Tensor]
 
-    def steps() -> float:
+
+class Loop:
+    """A training loop; each call makes STEPS steps and returns their CPU seconds. ``options``: None: plain PyTorch."""
+
+    def __init__(self, build: Callable[[], Task], optimizer: str, options: dict[str, int] | None) -> None:
+        torch.manual_seed(0)
+        self.model, self.x, self.y = build()
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.elastic: LayerElastic | None = None
+        if options is not None:
+            self.elastic = LayerElastic(
+                self.model, self.optimizer, rule="none", samples_per_epoch=10**9, env={}, **options
+            )
+            next(self.elastic.epochs(1))
+
+    def __call__(self) -> float:
         began = time.thread_time()
         for _ in range(STEPS):
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(self.x), self.y).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return time.thread_time() - began
 
-    return steps
+    def decision_s(self) -> float:
+        """CPU seconds of a decision; the median of ten."""
+        assert self.elastic is not None
+        seconds = []
+        for _ in range(10):
+            began = time.thread_time()
+            self.elastic.decide()
+            seconds.append(time.thread_time() - began)
+        return float(np.median(seconds))
 
 
-def measure(
-    build: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]], rounds: int
-) -> dict[str, dict[str, float]]:
+def measure(build: Callable[[], Task], optimizer: str, rounds: int) -> dict[str, dict[str, float]]:
     """Ratio to the plain loop by variant."""
-    plain = loop(build, None)
-    loops = {name: loop(build, every) for name, every in VARIANTS.items()}
-    for run in (plain, *loops.values()):
-        run()
+    plain = Loop(build, optimizer, None)
+    loops = {name: Loop(build, optimizer, options) for name, options in VARIANTS.items()}
+    for _ in range(3):  # past the first steps, each of which is measured
+        for run in (plain, *loops.values()):
+            run()
     ratios: dict[str, list[float]] = {name: [] for name in loops}
     seconds = [plain()]
     for _ in range(rounds):
@@ -109,7 +132,8 @@ def measure(
     for name, values in ratios.items():
         low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         found[name] = {"q1": low, "median": middle, "q3": high}
-    return {"plain": {"step_ms": 1e3 * float(np.median(seconds)) / STEPS}, **found}
+    costs = {"step_ms": 1e3 * float(np.median(seconds)) / STEPS, "decision_ms": 1e3 * loops["default"].decision_s()}
+    return {"costs": costs, **found}
 
 
 def main() -> None:
@@ -120,13 +144,15 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {}
     for model, build in (("cnn", cnn), ("transformer", transformer)):
-        rows = found[model] = measure(build, args.rounds)
-        if args.json:
-            continue
-        print(f"{model}: plain step {rows['plain']['step_ms']:.1f} ms of CPU time")
-        for name in VARIANTS:
-            low, middle, high = (100 * (rows[name][key] - 1) for key in ("q1", "median", "q3"))
-            print(f"  {name:<11} {middle:+5.1f} %   (quartiles {low:+.1f}, {high:+.1f})", flush=True)
+        for optimizer in OPTIMIZERS:
+            rows = found[f"{model}, {optimizer}"] = measure(build, optimizer, args.rounds)
+            if args.json:
+                continue
+            costs = rows["costs"]
+            print(f"{model}, {optimizer}: plain step {costs['step_ms']:.1f} ms, decision {costs['decision_ms']:.1f} ms")
+            for name in VARIANTS:
+                low, middle, high = (100 * (rows[name][key] - 1) for key in ("q1", "median", "q3"))
+                print(f"  {name:<11} {middle:+5.1f} %   (quartiles {low:+.1f}, {high:+.1f})", flush=True)
     if args.json:
         print(json.dumps(found, indent=2))
 

@@ -34,7 +34,7 @@ class Place:
 class Life:
     """One process's worth of a job."""
 
-    def __init__(self, folder: Path | None, stats_every: int) -> None:
+    def __init__(self, folder: Path | None, stats_every: int | None) -> None:
         self.model = models.bn_net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)
         self.elastic = LayerElastic(
@@ -82,14 +82,14 @@ class Life:
         }
 
 
-def never_dies(ops: list[Op], stats_every: int) -> dict[str, Any]:
+def never_dies(ops: list[Op], stats_every: int | None) -> dict[str, Any]:
     life = Life(None, stats_every)
     for op in ops:
         life.do(op)
     return life.result()
 
 
-def dies_and_resumes(ops: list[Op], deaths: set[int], stats_every: int) -> dict[str, Any]:
+def dies_and_resumes(ops: list[Op], deaths: set[int], stats_every: int | None) -> dict[str, Any]:
     """Before the operations in ``deaths`` (once each) the process is gone, with all that was not saved."""
     deaths = set(deaths)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,12 +119,13 @@ EDGE: list[Op] = [
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(OPS, st.sets(st.integers(0, 12), max_size=5), st.integers(1, 3))
+@given(OPS, st.sets(st.integers(0, 12), max_size=5), st.sampled_from([None, 1, 2, 3]))
 @example(EDGE, {2}, 1)  # before the boundary moves,
 @example(EDGE, {4}, 1)  # just after,
 @example(EDGE, {6}, 1)  # and one step on
+@example([*[("steps", 4), ("save", 0)] * 7, ("steps", 4)], {11, 13}, None)  # where statistics become less frequent
 @example([("freeze", 3), ("steps", 2), ("save", 0), ("freeze", 0), ("steps", 3)], {4}, 1)
 def test_any_sequence_of_freezing_saving_and_dying_equals_the_run_that_never_died(
-    ops: list[Op], deaths: set[int], stats_every: int
+    ops: list[Op], deaths: set[int], stats_every: int | None
 ) -> None:
     assert dies_and_resumes(ops, deaths, stats_every) == never_dies(ops, stats_every)

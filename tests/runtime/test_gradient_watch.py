@@ -104,7 +104,7 @@ def test_a_parameter_that_is_not_used_in_each_step() -> None:
     elastic = LayerElastic(model, optimizer, [[block], [model[1]]], rule="none", stats_every=1, env={})
     seen: list[float] = []
     observe = elastic._engine.tracker.observe
-    elastic._engine.tracker.observe = lambda variance, norm: (seen.append(variance[0]), observe(variance, norm))[1]  # type: ignore[func-returns-value, method-assign]
+    elastic._engine.tracker.observe = lambda variance, *rest: (seen.append(variance[0]), observe(variance, *rest))[1]  # type: ignore[func-returns-value, method-assign]
     grads: list[dict[str, torch.Tensor]] = []
     for step in range(12):
         block.order = ("first",) if step % 3 == 1 else ("first", "second")

@@ -36,10 +36,10 @@ class Recorder:
         tracker = elastic._engine.tracker
         original = tracker.observe
 
-        def observe(variance, sqr_norm):  # type: ignore[no-untyped-def]
+        def observe(variance, sqr_norm, every=1):  # type: ignore[no-untyped-def]
             self.variance.append(np.array(variance))
             self.signal.append(np.array(sqr_norm))
-            return original(variance, sqr_norm)
+            return original(variance, sqr_norm, every)
 
         tracker.observe = observe  # type: ignore[method-assign]
 
@@ -51,7 +51,7 @@ def run(accum: int, steps: int, batch: int, kind: str = "sgd", scale_loss: float
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.9999))
-    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=accum, env={})
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=accum, stats_every=1, env={})
     recorder = Recorder(elastic)
     generator = torch.Generator().manual_seed(2)
     for _ in range(steps * accum):
@@ -138,7 +138,7 @@ def test_rows_that_only_one_micro_batch_uses_have_a_variance() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4000, 8), nn.Flatten(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=2, env={})
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=2, stats_every=1, env={})
     words, y = torch.randperm(4000).reshape(-1, 2), torch.arange(2000) % 3  # each word is used once in 125 steps
     for step in range(500):
         at = step * 16 % 2000
@@ -195,6 +195,18 @@ def test_stats_every_measures_each_nth_step() -> None:
     recorder = Recorder(elastic)
     models.train(elastic, optimizer, 25)
     assert len(recorder.variance) == 5
+
+
+def test_by_default_a_job_is_ready_soon_and_then_measures_each_fifth_step() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, env={})
+    recorder = Recorder(elastic)
+    models.train(elastic, optimizer, 21)
+    assert len(recorder.variance) == 20
+    assert elastic._engine.tracker.ready
+    models.train(elastic, optimizer, 29)
+    assert len(recorder.variance) == 26
 
 
 def test_accumulation_with_unequal_micro_batches_is_the_gradient_of_the_whole_batch() -> None:

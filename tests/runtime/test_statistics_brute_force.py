@@ -106,10 +106,10 @@ class Recorder:
         self.sqr_norm: list[np.ndarray] = []
         original = elastic._engine.tracker.observe
 
-        def observe(variance: Any, sqr_norm: Any) -> bool:
+        def observe(variance: Any, sqr_norm: Any, every: int = 1) -> bool:
             self.variance.append(np.array(variance))
             self.sqr_norm.append(np.array(sqr_norm))
-            return original(variance, sqr_norm)
+            return original(variance, sqr_norm, every)
 
         elastic._engine.tracker.observe = observe  # type: ignore[method-assign]
 
@@ -163,7 +163,7 @@ def single(kind: str, preconditioned: bool, steps: int, parts: list[int]) -> tup
     """One process; each optimizer step takes micro-batches of these sizes, drawn with replacement."""
     model, x, y = problem(kind)
     optimizer, scale = fixed_scale(model, preconditioned)
-    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=len(parts), env={})
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=len(parts), stats_every=1, env={})
     recorder = Recorder(elastic)
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
@@ -204,7 +204,7 @@ def replicas(kind: str, preconditioned: bool, accum: int) -> dict[str, Any]:
     """Two ranks; a sampler deals 13 of 48 samples to a step, and 9 at the end: unequal parts, without replacement."""
     model, x, y = problem(kind)
     optimizer, scale = fixed_scale(model, preconditioned)
-    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=accum)
+    elastic = LayerElastic(model, optimizer, rule="none", accum_steps=accum, stats_every=1)
     recorder = Recorder(elastic)
     loader = DataLoader(TensorDataset(x, y), batch_sampler=elastic.sampler(POPULATION, global_batch=13))
     for epoch in elastic.epochs(1000):
@@ -235,7 +235,7 @@ def accumulation_of_the_users_own() -> dict[str, Any]:
     """Three backward passes of a third of the loss each, then one step."""
     model, x, y = problem("images")
     optimizer, scale = fixed_scale(model, True)
-    elastic = LayerElastic(model, optimizer, rule="none")
+    elastic = LayerElastic(model, optimizer, rule="none", stats_every=1)
     recorder = Recorder(elastic)
     generator = torch.Generator().manual_seed(elastic.rank)
     for _ in range(60):
@@ -258,7 +258,7 @@ def test_successive_steps_are_biased_up_by_drift_alone(lr: float, biased: bool) 
     """A large batch, so that the noise is small beside what a large step does to the mean gradient."""
     model, x, y = problem("images")
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    elastic = LayerElastic(model, optimizer, rule="none", env={})
+    elastic = LayerElastic(model, optimizer, rule="none", stats_every=1, env={})
     recorder = Recorder(elastic)
     generator = torch.Generator().manual_seed(5)
     truths = []

@@ -10,6 +10,7 @@ Units: V is the *per-sample* variance S = M * tr Cov(g), which does not change w
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -112,7 +113,7 @@ class GradientTracker:
 
     Args:
         num_layers: L >= 1.
-        decay: of the bias-corrected EMA.
+        decay: of the bias-corrected EMA, where each step is measured.
         ready_steps: fresh steps that a layer needs before its own EMA is believed.
     """
 
@@ -127,7 +128,8 @@ class GradientTracker:
         self.skipped_steps = 0
         self._frozen = 0
         self._ema = np.zeros((2, num_layers))  # rows: S, |G|^2; not yet bias-corrected
-        self._steps = np.zeros(num_layers, dtype=np.int64)  # since the layer was (re-)opened
+        self._steps = np.zeros(num_layers, dtype=np.int64)  # measured since the layer was (re-)opened
+        self._missing = np.ones(num_layers)  # weight that the EMA lacks: the product of its decays
         self._stored = np.full((2, num_layers), np.nan)  # as last observed before freezing
 
     @property
@@ -135,10 +137,19 @@ class GradientTracker:
         """The boundary now in force."""
         return self._frozen
 
-    def observe(self, variance: npt.ArrayLike, sqr_norm: npt.ArrayLike) -> bool:
+    def observe(self, variance: npt.ArrayLike, sqr_norm: npt.ArrayLike, every: int = 1) -> bool:
         """Take in S and |G|^2 of one step, shape (L,) each; entries of frozen layers are not looked at.
 
         A step with a non-finite entry (an overflow under mixed precision) is skipped whole and counted.
+
+        Where each n-th step is measured, the EMA decays by ``decay ** sqrt(n)``: with ``decay`` itself it would lag behind n
+        times as long, with ``decay ** n`` average n times fewer estimates. That was as close to the variance smoothed
+        over 121 steps as measuring each step was, for n up to 5 (docs/elastic-training.md).
+
+        Args:
+            variance: S.
+            sqr_norm: |G|^2.
+            every: n.
 
         Returns:
             Whether the step was used.
@@ -153,7 +164,9 @@ class GradientTracker:
         if not np.all(np.isfinite(rows[:, live])):
             self.skipped_steps += 1
             return False
-        self._ema[:, live] = self.decay * self._ema[:, live] + (1.0 - self.decay) * rows[:, live]
+        decay = self.decay ** math.sqrt(every)
+        self._ema[:, live] = decay * self._ema[:, live] + (1.0 - decay) * rows[:, live]
+        self._missing[live] *= decay
         self._steps[live] += 1
         return True
 
@@ -173,6 +186,7 @@ class GradientTracker:
             self._stored[:, closing] = self._current()[:, closing]
         opened = slice(frozen_layers, self._frozen)
         self._ema[:, opened] = 0.0
+        self._missing[opened] = 1.0
         self._steps[opened] = 0
         self._frozen = frozen_layers
 
@@ -219,6 +233,7 @@ class GradientTracker:
             "frozen_layers": self._frozen,
             "ema": self._ema.tolist(),
             "steps": self._steps.tolist(),
+            "missing": self._missing.tolist(),
             "stored": stored,
         }
 
@@ -236,6 +251,7 @@ class GradientTracker:
         self.skipped_steps = int(state["skipped_steps"])
         self._frozen = int(state["frozen_layers"])
         self._steps = steps
+        self._missing = np.array(state.get("missing", (self.decay**steps).tolist()), dtype=np.float64)
         self._ema = np.array(state["ema"], dtype=np.float64)
         self._stored = np.array(
             [[np.nan if value is None else value for value in row] for row in state["stored"]],
@@ -244,8 +260,8 @@ class GradientTracker:
 
     def _current(self) -> FloatArray:
         """(2, L): the value in force for each layer, unclamped; NaN where nothing is known."""
-        correction = 1.0 - self.decay ** np.maximum(self._steps, 1)
-        fresh = np.where(self._steps > 0, self._ema / correction, np.nan)
+        seen = self._steps > 0
+        fresh = np.where(seen, self._ema / np.where(seen, 1.0 - self._missing, 1.0), np.nan)
         return np.where(self._trusted(), fresh, self._stored)
 
     def _trusted(self) -> npt.NDArray[np.bool_]:

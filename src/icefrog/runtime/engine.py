@@ -43,7 +43,7 @@ class EngineOptions:
 
     name: str = "job"
     accum_steps: int = 1
-    stats_every: int = 1
+    stats_every: int | None = None
     precondition: Precondition = "auto"
     grad_scaler: Any = None
     max_grad_norm: float | None = None
@@ -461,7 +461,7 @@ class Engine(HookOwner):
         """M of the step, and its statistics; ``sums``: over ranks, None: this process is alone."""
         found = self.statistics.finish(sums, total, self.counting.passes)
         self.counting.observed(total)
-        if found is not None and self.tracker.observe(found.variance, found.sqr_norm):
+        if found is not None and self.tracker.observe(found.variance, found.sqr_norm, found.every):
             self.refresh_psi()
         return total
 

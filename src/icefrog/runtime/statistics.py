@@ -34,6 +34,9 @@ from icefrog.runtime.trained import trained_by
 from icefrog.runtime.wrapping import World
 
 Source = Literal["replicas", "micro_steps", "parts", "steps"]
+DENSE_STEPS = 21
+"""Of a job: so many make the 20 estimates that a layer needs before it is believed, on one rank, too."""
+SPARSE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class StepStatistics:
 
     variance: FloatArray
     sqr_norm: FloatArray
+    every: int = 1
+    """This step stands for so many."""
 
 
 class Statistics:
@@ -56,7 +61,7 @@ class Statistics:
         num_replicas: d, copies of the model that see different samples; default: all ranks.
         precondition: see :class:`Preconditioner`.
         loss_scale: present scale of the loss (AMP), 1 without.
-        every: measure each n-th step only.
+        every: measure each n-th step only; default: each of the first DENSE_STEPS, then each SPARSE-th.
         watch: tells when gradients are there; needed where successive steps are compared.
     """
 
@@ -71,7 +76,7 @@ class Statistics:
         num_replicas: int | None = None,
         precondition: Precondition = "auto",
         loss_scale: Callable[[], float] = lambda: 1.0,
-        every: int = 1,
+        every: int | None = None,
         watch: GradientWatch | None = None,
     ) -> None:
         self.num_layers = len(layers)
@@ -154,15 +159,21 @@ class Statistics:
         """The step in progress cannot be measured: part of it was not seen, or is not finite."""
         self._missing = True
 
+    def _every(self, step: int) -> int:
+        """n at a step: each n-th is measured there."""
+        return self.every or (1 if step < DENSE_STEPS else SPARSE)
+
+    def _is_due(self, step: int) -> bool:
+        return (step + 1) % self._every(step) == 0
+
     def _plan(self) -> None:
         """Whether the coming step is measured (or, with R = 1, is the one before a measured one)."""
-        place = (self._step + 1) % self.every
-        self.capture = place == 0 or (self.source == "steps" and place == self.every - 1)
+        self.capture = self.due or (self.source == "steps" and self._is_due(self._step + 1))
 
     @property
     def due(self) -> bool:
         """Whether the step now in progress is to be measured; the same on all ranks."""
-        return (self._step + 1) % self.every == 0
+        return self._is_due(self._step)
 
     @property
     def weight(self) -> tuple[float, float]:
@@ -337,7 +348,7 @@ class Statistics:
             if np.all(np.isnan(sums)) or total != self._last_samples:
                 return None
             diff, dot = np.split(sums, 2)
-            return StepStatistics(*successive_estimate(diff, dot, total))
+            return StepStatistics(*successive_estimate(diff, dot, total), self._every(self._step))
         if self.source == "replicas":
             if not self._after or not np.all(np.isfinite(sums)):
                 return None
@@ -357,7 +368,7 @@ class Statistics:
             # Ranks differ by the last pass alone, whose variance is one of ``passes`` equal parts of the gradient's.
             sqr_norm = sqr_norm - (passes - 1) * variance / total
             variance = passes * variance
-        return StepStatistics(variance, sqr_norm)
+        return StepStatistics(variance, sqr_norm, self._every(self._step))
 
     def _live(self) -> tuple[list[nn.Parameter], Tensors]:
         """What trains, and its accumulated gradients."""
