@@ -112,7 +112,7 @@ class Counting:
         if self._whole or backward_ran:
             self._open = False
 
-    def end_micro(self, micro: int, cursor: int) -> int:
+    def end_micro(self, cursor: int) -> int:
         """A micro-step's backward is over; its samples.
 
         Raises:
@@ -125,9 +125,9 @@ class Counting:
             )
         self._samples += self._earlier_samples
         self._earlier_samples, self._open = 0, False
-        samples = self._micro_samples(micro, cursor)
-        self.micro = (micro + 1) % self.accum_steps
-        self.step_samples = samples + (self.step_samples if micro > 0 else 0)
+        samples = self._micro_samples(self.micro, cursor)
+        self.step_samples = samples + (self.step_samples if self.micro > 0 else 0)
+        self.micro = (self.micro + 1) % self.accum_steps
         self.batch_per_gpu = max(self.batch_per_gpu, samples)
         return samples
 
@@ -151,12 +151,12 @@ class Counting:
         if self.accum_steps == 1:
             self._set_weight(self._micro_samples(0, cursor), cursor)
 
-    def weigh_next(self, micro: int, samples: int, cursor: int) -> None:
-        """Between two micro-steps, by what the sampler says of the next; ``micro``, ``samples``: of the one that is over."""
-        following = self._micro_samples(micro + 1, cursor)
+    def weigh_next(self, samples: int, cursor: int) -> None:
+        """Between two micro-steps, by what the sampler says of the next; ``samples``: of the one that is over."""
+        following = self._micro_samples(self.micro, cursor)
         if following != samples:
             self._rescale(samples / following)
-        if micro + 1 == self.accum_steps - 1:
+        if self.micro == self.accum_steps - 1:
             self._set_weight(following, cursor)
 
     def _weigh_own(self, samples: int) -> None:

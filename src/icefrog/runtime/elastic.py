@@ -133,7 +133,9 @@ class LayerElastic:
         )
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
-        self._gate = StepGate(optimizer, accum, self._on_micro, self._on_step, self._engine.forget_passes)
+        self._gate = StepGate(
+            optimizer, self._engine.counting, self._on_micro, self._on_step, self._engine.forget_passes
+        )
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         self._decider = Decider(
             self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
@@ -394,11 +396,11 @@ class LayerElastic:
             self._ending.leave(at)
         return decision
 
-    def _on_micro(self, micro: int) -> None:
+    def _on_micro(self) -> None:
         self.stepped, self._trained = False, True
         if self._scaler is None and self._at.step == 0:
             refuse_unknown_scaler()
-        if message := self._engine.micro_step(micro, self._at.cursor):
+        if message := self._engine.micro_step(self._at.cursor):
             self._warn(message)
 
     def _on_step(self, real_step: Callable[[], Any] | None) -> Any:

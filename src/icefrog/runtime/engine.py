@@ -374,22 +374,21 @@ class Engine(HookOwner):
 
     # --- steps
 
-    def micro_step(self, micro: int, cursor: int) -> str | None:
+    def micro_step(self, cursor: int) -> str | None:
         """A micro-step's backward is over. Returns what the user should know of the loop.
 
         Raises:
             UserError: the boundary moved between its forward and its backward pass, so ranks did not average gradients.
         """
-        message = self._clip_watch.micro_ended(micro)
-        samples = self.counting.end_micro(micro, cursor)
-        last = self.options.accum_steps - 1
+        message = self._clip_watch.micro_ended(self.counting.micro)
+        samples = self.counting.end_micro(cursor)
         self.statistics.micro_step(samples)
-        if micro < last:
-            self.counting.weigh_next(micro, samples, cursor)
+        if self.counting.micro > 0:
+            self.counting.weigh_next(samples, cursor)
         else:
             self.parallel.average(self.statistics.weight[0])
             self.statistics.mean_is_ready()
-        if last > 0:
+        if self.options.accum_steps > 1:
             self._set_sync()
         return message
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
+from icefrog.runtime.counting import Counting
 
 _MARK = "_of_layer_elastic"
 
@@ -37,8 +38,8 @@ class StepGate:
 
     Args:
         optimizer: its ``step`` and ``zero_grad`` are replaced on the object until :meth:`close`.
-        accum_steps: k.
-        on_micro: called after each micro-step's backward, with its index 0..k-1.
+        counting: knows which micro-step it is; told of its end by ``on_micro``.
+        on_micro: called after each micro-step's backward.
         on_step: called at each step boundary with the real step as a function; returns what ``step`` returns. None instead
             of a function: the gradient is not finite (mixed precision), and there is no step.
         on_zero: called at each ``zero_grad`` that is not in the middle of an accumulation.
@@ -47,14 +48,13 @@ class StepGate:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        accum_steps: int,
-        on_micro: Callable[[int], None],
+        counting: Counting,
+        on_micro: Callable[[], None],
         on_step: Callable[[Callable[[], Any] | None], Any],
         on_zero: Callable[[], None] = lambda: None,
     ) -> None:
         self.optimizer = optimizer
-        self.accum_steps = accum_steps
-        self.micro = 0  # micro-steps done since the last real step
+        self._counting = counting
         self._ended = False  # the backward of the micro-step in progress is over, and that was said
         self._on_micro = on_micro
         self._on_step = on_step
@@ -68,7 +68,7 @@ class StepGate:
             return self._gated_step(args, kwargs)
 
         def zero_grad(_optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if self.micro == 0:  # in the middle of an accumulation the gradients are still needed
+            if self._micro == 0:  # in the middle of an accumulation the gradients are still needed
                 self._zero_grad(*args, **kwargs)
                 on_zero()
 
@@ -93,15 +93,25 @@ class StepGate:
         return self._next(lambda: self._step(*args, **kwargs))
 
     @property
+    def accum_steps(self) -> int:
+        """k."""
+        return self._counting.accum_steps
+
+    @property
+    def _micro(self) -> int:
+        """Of the optimizer step in progress, the micro-step that the next call ends."""
+        return (self._counting.micro - self._ended) % self.accum_steps
+
+    @property
     def at_last_micro(self) -> bool:
         """Whether the next call steps."""
-        return self.micro == self.accum_steps - 1
+        return self._micro == self.accum_steps - 1
 
     def end_micro(self) -> None:
         """The micro-step's backward is over: its gradients are final, whatever is done to them before the step."""
         if not self._ended:
             self._ended = True
-            self._on_micro(self.micro)
+            self._on_micro()
 
     def skip(self) -> None:
         """In place of the last micro-step's ``optimizer.step()``: the gradient is not finite."""
@@ -110,12 +120,11 @@ class StepGate:
     def _next(self, real_step: Callable[[], Any] | None) -> Any:
         self.end_micro()
         self._ended = False
-        self.micro = (self.micro + 1) % self.accum_steps
-        return self._on_step(real_step) if self.micro == 0 else None
+        return self._on_step(real_step) if self._counting.micro == 0 else None
 
     def restart(self) -> None:
         """Training goes on from another state: what was accumulated is gone."""
-        self.micro, self._ended = 0, False
+        self._ended = False
 
     def close(self) -> None:
         """Give the optimizer its own methods back; what an LR scheduler had put in their place, too."""
