@@ -22,7 +22,7 @@ from torch import nn
 
 from icefrog.runtime.checkpoint import CheckpointStore, optimizer_state
 from icefrog.runtime.keeper import Keeper
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 SUMMARY = {"effective_samples": 0.0}
 

@@ -35,7 +35,7 @@ from icefrog.profile import FloatArray
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.statistics import Statistics, StepStatistics
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 FRACTIONS = (0.25, 0.5, 0.75)
 MICRO = 2

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from icefrog.runtime.elastic import LayerElastic as LayerElastic
     from icefrog.runtime.parallel.pipeline import Pipeline as Pipeline
     from icefrog.runtime.sampler import ElasticSampler as ElasticSampler
-    from icefrog.runtime.wrapping import DivergenceError as DivergenceError
+    from icefrog.runtime.world import DivergenceError as DivergenceError
 
 __all__ = ["Decision", "DivergenceError", "ElasticSampler", "Guards", "LayerElastic", "Pipeline", "Stopped"]
 
 _HOME = {
     "Decision": "decision",
-    "DivergenceError": "wrapping",
+    "DivergenceError": "world",
     "ElasticSampler": "sampler",
     "Guards": "rules",
     "LayerElastic": "elastic",

@@ -15,7 +15,7 @@ import torch
 from icefrog.errors import UserError
 from icefrog.runtime.callers import callers
 from icefrog.runtime.stepping import StepGate
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 
 class ScalerGate:

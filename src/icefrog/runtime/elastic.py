@@ -37,7 +37,7 @@ from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.stepping import StepGate, refuse_optimizer
-from icefrog.runtime.wrapping import World, refuse_wrapped
+from icefrog.runtime.world import World, refuse_wrapped
 from icefrog.spec import Target
 
 

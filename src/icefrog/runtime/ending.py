@@ -8,7 +8,7 @@ from icefrog.runtime.decision import Stopped
 from icefrog.runtime.goal import Goal
 from icefrog.runtime.keeper import Keeper
 from icefrog.runtime.reporting import Counters, Reporter
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 
 class Ending:

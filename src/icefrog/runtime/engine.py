@@ -34,7 +34,7 @@ from icefrog.runtime.statistics import Statistics
 from icefrog.runtime.tensors import batch_size
 from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.trained import trained_by
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 
 @dataclass(frozen=True)

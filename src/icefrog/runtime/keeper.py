@@ -25,7 +25,7 @@ from icefrog.runtime.checkpoint import CheckpointStore, load
 from icefrog.runtime.folder_lock import lock_of
 from icefrog.runtime.hostcopy import HostCopy
 from icefrog.runtime.reporting import Reporter
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 
 def open_store(folder: Path, *, sharded: bool) -> CheckpointStore:

@@ -31,7 +31,7 @@ from icefrog.runtime.preconditioning import Precondition, Preconditioner, Scale,
 from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.shards import as_slice, local_part
 from icefrog.runtime.trained import trained_by
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 Source = Literal["replicas", "micro_steps", "parts", "steps"]
 DENSE_STEPS = 21

@@ -9,7 +9,7 @@ from icefrog.errors import UserError
 from icefrog.runtime.parallel.base import Parallel as Parallel
 from icefrog.runtime.parallel.ddp import DataParallel as DataParallel
 from icefrog.runtime.parallel.single import Single as Single
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 KINDS = ("auto", "single", "ddp", "fsdp")
 

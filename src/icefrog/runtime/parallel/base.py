@@ -15,7 +15,7 @@ from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.statistics import Source, Statistics
 from icefrog.runtime.timing import StepTimer, StepTimes
-from icefrog.runtime.wrapping import World, check_in_step
+from icefrog.runtime.world import World, check_in_step
 
 
 class Parallel:

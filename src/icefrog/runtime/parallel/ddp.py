@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from icefrog.runtime.parallel.base import Parallel
-from icefrog.runtime.wrapping import World
+from icefrog.runtime.world import World
 
 
 class ElasticModule(nn.Module):

@@ -27,7 +27,7 @@ from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel.base import Parallel
 from icefrog.runtime.statistics import Source
-from icefrog.runtime.wrapping import DivergenceError, World
+from icefrog.runtime.world import DivergenceError, World
 
 
 class FullyShardedDataParallel(Parallel):

@@ -23,7 +23,7 @@ from icefrog.runtime.parallel.base import Parallel
 from icefrog.runtime.parallel.stage import LossFn, StageRunner
 from icefrog.runtime.statistics import Source
 from icefrog.runtime.timing import StepTimes
-from icefrog.runtime.wrapping import OUTSIDE, World, checksums, compare_sums
+from icefrog.runtime.world import OUTSIDE, World, checksums, compare_sums
 
 T = TypeVar("T")
 
