@@ -57,8 +57,8 @@ class Statistics:
         optimizer: for the preconditioner.
         world: this process among its peers.
         accum_steps: k.
-        source: where the gradients come from whose spread is measured; default: by the numbers of ranks and micro-steps.
-        num_replicas: d, copies of the model that see different samples; default: all ranks.
+        source: where the gradients come from whose spread is measured.
+        num_replicas: d, copies of the model that see different samples.
         precondition: see :class:`Preconditioner`.
         loss_scale: present scale of the loss (AMP), 1 without.
         every: measure each n-th step only; default: each of the first DENSE_STEPS, then each SPARSE-th.
@@ -71,9 +71,9 @@ class Statistics:
         optimizer: torch.optim.Optimizer,
         world: World,
         *,
-        accum_steps: int = 1,
-        source: Source | None = None,
-        num_replicas: int | None = None,
+        accum_steps: int,
+        source: Source,
+        num_replicas: int,
         precondition: Precondition = "auto",
         loss_scale: Callable[[], float] = lambda: 1.0,
         every: int | None = None,
@@ -90,12 +90,11 @@ class Statistics:
         self.accum_steps = accum_steps
         self.loss_scale = loss_scale
         self.every = every
-        copies = world.size if num_replicas is None else num_replicas
-        self.source: Source = source or ("replicas" if copies > 1 else "micro_steps" if accum_steps > 1 else "steps")
-        self.copies = copies
-        self.replicas = {"replicas": copies, "micro_steps": accum_steps}.get(self.source, 1)
+        self.source = source
+        self.copies = num_replicas
+        self.replicas = {"replicas": num_replicas, "micro_steps": accum_steps}.get(source, 1)
         self.capture = False
-        self._weight = 1.0 / copies  # of this rank's accumulated gradient in the average
+        self._weight = 1.0 / num_replicas  # of this rank's accumulated gradient in the average
         self._mean_scale = 1.0  # accumulated gradient -> g_r
         self.bytes_reduced = 0  # gradient bytes handed to the all-reduce so far
         self._step = 0
