@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +13,8 @@ from transformers import TrainerCallback
 
 from icefrog.errors import UserError
 from icefrog.integrations.ddp import DdpStandIn
+from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
-from icefrog.runtime.agent import Agent
 from icefrog.spec import Target
 
 _KEY = "icefrog"  # of our entry in the TrainerState, which travels in each checkpoint's trainer_state.json
@@ -187,19 +186,15 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         )
 
     def _target(self, args: Any) -> Target | None:
-        """Settles the metric's name, too."""
-        grant = Agent(os.environ).grant
-        granted = grant.target if grant is not None and self.target is None else None
-        name = self.metric or (granted.metric if granted else None) or args.metric_for_best_model or "loss"
-        self._name = name.removeprefix("eval_")
-        if granted is not None or self.target is None:
-            return granted
+        """Settles the metric's name, too; the Trainer's names begin with ``eval_``, its users' need not."""
         mode = self.mode
         if mode is None and args.greater_is_better is not None and self.metric is None:
             mode = "max" if args.greater_is_better else "min"
-        return Target(
-            metric=self._name, value=self.target, mode=mode or ("min" if self._name.endswith("loss") else "max")
-        )
+        own = self.metric.removeprefix("eval_") if self.metric else None
+        default = (args.metric_for_best_model or "loss").removeprefix("eval_")
+        name, target = find_target(own, self.target, mode, default)
+        self._name = (name or default).removeprefix("eval_")
+        return target
 
     def _on_stop(self) -> None:
         self._stop = True

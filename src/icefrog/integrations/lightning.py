@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from icefrog.errors import UserError
 from icefrog.integrations.ddp import DdpStandIn
+from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
 from icefrog.spec import Target
@@ -160,15 +161,8 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
 
     def _target(self) -> Target | None:
         """Settles the metric's name, too."""
-        grant = Agent(os.environ).grant
-        granted = grant.target if grant is not None and self.target is None else None
-        self._name = self.metric or (granted.metric if granted is not None else None)
-        if granted is not None or self.target is None:
-            return granted
-        if self._name is None:
-            raise UserError("a target needs a metric", "LayerElasticCallback('val_acc', target=0.9)")
-        mode = self.mode or ("min" if self._name.endswith("loss") else "max")
-        return Target(metric=self._name, value=self.target, mode=mode)
+        self._name, target = find_target(self.metric, self.target, self.mode, None)
+        return target
 
     def _on_stop(self) -> None:
         self._stop = True
