@@ -15,6 +15,7 @@ from two_ranks import Ranks
 
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic
+from icefrog.runtime.rules.progress import Progress
 
 Kind = type[torch.optim.Optimizer]
 
@@ -57,6 +58,18 @@ def test_frozen_before_anything_was_measured() -> None:
     elastic, _ = made(torch.optim.SGD, slice(2, 4))
     elastic.freeze(2)
     assert elastic.psi == 1.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_so_is_what_the_progress_rule_measures(kind: Kind) -> None:
+    rule = Progress()
+    elastic, optimizer = made(kind, slice(2, 4), rule=rule)
+    elastic.begin(99)
+    fit(elastic, optimizer)
+    signal = rule._meter.progress()
+    assert signal is not None
+    assert signal[:2] == [0.0, 0.0]
+    assert max(signal[2:]) > 0.0
 
 
 def between_ranks() -> list[float]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from icefrog.runtime.rules.base import Hands
 from icefrog.runtime.rules.spectrum import structure
+from icefrog.runtime.trained import trained_by
 
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 _DENSE_STEPS = 12
@@ -56,17 +57,18 @@ class SignalMeter:
         age = hands.step - self._first
         if age >= _DENSE_STEPS and hands.step % _PERIOD > 1:
             return
+        own = trained_by(hands.optimizer) if hands.optimizer is not None else None
         now = {
             name: _sample(param.grad).clone()
             for layer in hands.layers[hands.frozen_layers :]
             for name, param in layer.params.items()
-            if param.grad is not None
+            if param.grad is not None and (own is None or id(param) in own)
         }
         if self._last_step == hands.step - 1:
-            self._take(hands, now)
+            self._take(hands, now, own)
         self._last, self._last_step = now, hands.step
 
-    def _take(self, hands: Hands, now: dict[str, torch.Tensor]) -> None:
+    def _take(self, hands: Hands, now: dict[str, torch.Tensor], own: frozenset[int] | None) -> None:
         sums = []
         for layer in hands.layers:
             parts = [
@@ -74,6 +76,8 @@ class SignalMeter:
                 for name, param in layer.params.items()
                 if name in now and name in self._last
             ]
+            if own is not None and not any(id(param) in own for param in layer.params.values()):
+                parts = [torch.zeros(())]  # the optimizer does not move it
             sums.append(
                 torch.stack([part.to(parts[0].device) for part in parts]).sum() if parts else torch.tensor(math.nan)
             )
