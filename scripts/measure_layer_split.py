@@ -54,7 +54,16 @@ class Recorder:
     def __init__(self, elastic: LayerElastic, modes: tuple[Precondition, ...], every: int) -> None:
         world = World(torch.device("cpu"))
         self._statistics = [
-            Statistics(elastic.layers, elastic.optimizer, world, accum_steps=MICRO, precondition=mode, every=every)
+            Statistics(
+                elastic.layers,
+                elastic.optimizer,
+                world,
+                accum_steps=MICRO,
+                source="micro_steps",
+                num_replicas=1,
+                precondition=mode,
+                every=every,
+            )
             for mode in modes
         ]
         self._samples = 0
