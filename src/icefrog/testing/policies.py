@@ -267,7 +267,9 @@ class PolicyContract:
         """The same plan again, from the same instance (after another decision, too) and from a fresh one."""
         policy = make()
         snapshot, options = case.of(policy)
+        before = [replace(job) for job in snapshot.jobs]
         first = policy.decide(snapshot, options)
+        assert list(snapshot.jobs) == before  # nothing but the type checker keeps a policy from changing what it sees
         policy.decide(replace(snapshot, jobs=snapshot.jobs[:1], now_s=snapshot.now_s + 1e6), options)
         assert policy.decide(snapshot, options) == first
         assert make().decide(snapshot, options) == first

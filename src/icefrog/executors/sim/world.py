@@ -68,6 +68,8 @@ class World:
         self._curves = curves
         self._errors = Streams(config.seed, self._specs, 0)  # of the estimates
         self._as_logged: dict[tuple[int, ...], tuple[Profile, AsLogged]] = {}
+        # Of the logarithms of the errors that a job draws: of its throughput parameters, its memory and its utilisation.
+        self._deviations = np.array([config.noise] * (_NUM_FACTORS + 1) + [config.occupancy_noise] * 2)
         self._no_split: dict[int, FloatArray] = {}  # by number of layers
         self.jobs: Mapping[str, TrueJob] = LazyMap(self._specs, self._job, WeakValueDictionary())
         """By id; made anew where nobody has kept it."""
@@ -94,12 +96,13 @@ class World:
         logged = self._logged(spec, profile)
         truth = _calibrated(spec, profile, logged)
         margin = np.inf if logged.mem_bytes is None else logged.gpu_mem_bytes / max(logged.mem_bytes, 1.0)
-        draws = rng.standard_normal(_NUM_FACTORS + 3)  # drawn even without noise: later draws stay the same
+        # Drawn even without noise: later draws stay the same.
+        errors = np.exp(self._deviations * rng.standard_normal(_NUM_FACTORS + 3)).tolist()
         estimate = altered(
             truth,
-            throughput=_perturbed(truth.throughput, self.config.noise, draws[:-2]),
+            throughput=_with_factors(truth.throughput, errors[:_NUM_FACTORS], errors[_NUM_FACTORS]),
             parallel=self._perturbed_parallel(job_id, truth.parallel),
-            occupancy=_perturbed_occupancy(truth.occupancy, self.config.occupancy_noise, draws[-2:], margin),
+            occupancy=_occupancy_with_factors(truth.occupancy, min(errors[-2], margin), errors[-1]),
             by_gpu_type={t: self._perturbed_cost(job_id, t, cost) for t, cost in truth.by_gpu_type.items()},
         )
         split = self._split(profile.num_layers, rng)
@@ -124,7 +127,8 @@ class World:
     def _perturbed_cost(self, job_id: str, gpu_type: str, cost: GpuCost) -> GpuCost:
         """Errors of its own for each type."""
         rng = self.rng(job_id, zlib.crc32(gpu_type.encode()))
-        noisy = _perturbed(cost.throughput, self.config.noise, rng.standard_normal(_NUM_FACTORS + 1))
+        errors = np.exp(self.config.noise * rng.standard_normal(_NUM_FACTORS + 1)).tolist()
+        noisy = _with_factors(cost.throughput, errors[:_NUM_FACTORS], errors[_NUM_FACTORS])
         factor = float(np.exp(self.config.occupancy_noise * rng.standard_normal()))
         a, b, c, d = cost.util_pct
         return GpuCost(throughput=noisy, util_pct=(a * factor, b * factor, c * factor, d * factor))
@@ -240,16 +244,7 @@ def _with_curve(curve: ComputeCurve, alpha: float, beta: float) -> ComputeCurve:
     return copied(curve, values)
 
 
-def _perturbed(params: ThroughputParams, noise: float, draws: FloatArray) -> ThroughputParams:
-    if noise == 0.0:
-        return params
-    factors = np.exp(noise * draws).tolist()
-    return _with_factors(params, factors[:_NUM_FACTORS], factors[_NUM_FACTORS])
-
-
-def _perturbed_occupancy(params: OccupancyParams, noise: float, draws: FloatArray, most: float) -> OccupancyParams:
-    mem, util = np.exp(noise * draws).tolist()
-    mem = min(mem, most)
+def _occupancy_with_factors(params: OccupancyParams, mem: float, util: float) -> OccupancyParams:
     a, b, c, d = params.mem_bytes
     e, f, g, h = params.util_pct
     return altered(
