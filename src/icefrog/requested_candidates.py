@@ -5,10 +5,9 @@ A trace of 80,000 jobs under a policy that looks at one count would spend its ti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from icefrog.estimate.full_layers import full_step_s
+from icefrog.estimate.full_layers import full_steps_s
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import split_batch
 from icefrog.profile import Profile
@@ -41,7 +40,7 @@ def exclusive_option(
 ) -> list[Candidate]:
     """The fastest way to run on the requested GPUs that fits, if there is one; what runs now stays among equals."""
     count = view.spec.requested_gpus
-    ways = list(_ways(view, profile, count, num_nodes, gpu_mem_bytes))
+    ways = _ways(view, profile, count, num_nodes, gpu_mem_bytes)
     if not ways:
         return []
     best = max(ways, key=lambda way: way.throughput)
@@ -69,16 +68,20 @@ def shared_options(
     return [_candidate(way, 1, age_s, remaining_samples, speed) for way in front]
 
 
-def _ways(view: JobView, profile: Profile, num_gpus: int, num_nodes: int, gpu_mem_bytes: float) -> Iterator[_Way]:
+def _ways(view: JobView, profile: Profile, num_gpus: int, num_nodes: int, gpu_mem_bytes: float) -> list[_Way]:
     """Those that fit into the memory of a GPU."""
     batch = view.spec.batch.initial
     mem, util = profile.occupancy.mem_bytes, profile.occupancy.util_pct
+    fitting = []
     for m, k in split_batch(profile, batch, num_gpus):
         mem_bytes = max(mem[0] + mem[1] * m + mem[2] + mem[3], 0.0)
         if mem_bytes <= gpu_mem_bytes:
-            step_s = full_step_s(profile, num_gpus, num_nodes, m, k)
-            util_pct = min(max(util[0] + util[1] * m + util[2] + util[3], 0.0), 100.0)
-            yield _Way(m, k, step_s, batch / step_s, mem_bytes, util_pct)
+            fitting.append((m, k, mem_bytes))
+    steps_s = full_steps_s(profile, num_gpus, num_nodes, [(m, k) for m, k, _ in fitting])
+    return [
+        _Way(m, k, s, batch / s, mem_bytes, min(max(util[0] + util[1] * m + util[2] + util[3], 0.0), 100.0))
+        for (m, k, mem_bytes), s in zip(fitting, steps_s, strict=True)
+    ]
 
 
 def _candidate(
