@@ -115,7 +115,8 @@ def test_curves_of_a_model_know_its_number_of_layers() -> None:
 def test_own_totals_serve_every_batch() -> None:
     totals = own_totals({"total": [2.0] * 11, "noise_scale": [4.0] * 11, "batch": 64})
     for batch in (1, 64, 4096):
-        assert totals.at(0.4, batch) == pytest.approx((2.0, 0.5))
+        where = totals.log_batch(batch)
+        assert (totals.variance(0.4, where), totals.sqr_norm(0.4, where)) == pytest.approx((2.0, 0.5))
 
 
 @pytest.fixture(scope="module")
