@@ -88,7 +88,9 @@ def live(path: Path) -> tuple[Audit, list[str]]:
         raise UserError(f"{path} is no home of a controller", "give the folder of a finished run")
     with home.open_log() as log:
         records = log.read_all()
-    found = audit([json.loads(ev.encode(one)) for one in records], settings.cluster.gpus_per_node)
+    # A job that is silent for long is counted as started later on, since when it was up: the log is in order by job only.
+    lines = sorted((json.loads(ev.encode(one)) for one in records), key=lambda line: float(line["time_s"]))
+    found = audit(lines, settings.cluster.gpus_per_node)
     for job in found.jobs.values():
         job.gap = job.counted = None
     return found, row(path.name, found, fold(records, settings.cluster))

@@ -98,8 +98,10 @@ def run(home: Home, specs: list[JobSpec], policy: str, slots: int, gap_s: float)
     submit(home, specs[0], cwd=ROOT)
     rest = threading.Thread(target=_submit_later, args=(home, specs[1:], gap_s))
     rest.start()
-    up(home, policy=policy, slots=slots, until_idle=True)
+    result = up(home, policy=policy, slots=slots, until_idle=True)
     rest.join()
+    if result.why == "signal":
+        raise SystemExit(130)
 
 
 def _submit_later(home: Home, specs: list[JobSpec], gap_s: float) -> None:
