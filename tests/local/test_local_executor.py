@@ -16,6 +16,7 @@ from icefrog.executors.local.attempts import JobFolder
 from icefrog.runtime import protocol
 from icefrog.spec import Target
 from icefrog.state import Phase
+from icefrog.types import GpuId
 
 
 def test_a_job_runs_reports_and_finishes(rig: Rig) -> None:
@@ -315,11 +316,11 @@ def test_a_new_controller_takes_over_what_runs_and_loses_no_report(rig: Rig) -> 
 
 def test_a_command_that_was_logged_but_never_carried_out(rig: Rig) -> None:
     rig.submit(job_spec("a", 3, 0.05))
-    start = ev.Start(time_s=rig.clock.now_s(), job_id="a", attempt=1, gpus=((0, 0),), grant=grant())
+    start = ev.Start(time_s=rig.clock.now_s(), job_id="a", attempt=1, gpus=(GpuId(0, 0),), grant=grant())
     rig.command(start, submit=False)
     rig.controller_dies()
     rig.until_phase("a", Phase.RUNNING)
-    resize = ev.Resize(time_s=rig.clock.now_s(), job_id="a", attempt=2, gpus=((0, 1),), grant=grant())
+    resize = ev.Resize(time_s=rig.clock.now_s(), job_id="a", attempt=2, gpus=(GpuId(0, 1),), grant=grant())
     rig.command(resize, submit=False)
     rig.controller_dies()
     rig.until_phase("a", Phase.COMPLETED)
