@@ -102,7 +102,9 @@ class Tiresias:
             return same
         queues = _Queues.of(snapshot.memory, len(self._thresholds), snapshot.views.by_id)
         self._promote(queues, snapshot)
-        self._demote(queues, snapshot)
+        # Of those that run, nobody comes to a threshold before that time.
+        due = snapshot.now_s >= _until_s(snapshot.memory)
+        self._demote(queues, snapshot, snapshot.jobs if due else snapshot.views.waiting)
         order = [self._sorted(level, jobs, queues, snapshot.now_s) for level, jobs in enumerate(queues.jobs(snapshot))]
         serving = _Serving.of([job for jobs in order for job in jobs], snapshot, candidates)
         if self.options.placement == "spread":
@@ -127,22 +129,19 @@ class Tiresias:
 
     def _as_before(self, snapshot: Snapshot) -> Plan | None:
         """Where everybody runs and no job has come to a threshold since the last plan, only to say so."""
-        memory = snapshot.memory
-        if snapshot.views.waiting or not isinstance(memory, dict) or "until_s" not in memory:
+        until_s = _until_s(snapshot.memory)
+        if snapshot.views.waiting or snapshot.now_s >= until_s:
             return None
-        until_s = math.inf if memory["until_s"] is None else float(memory["until_s"])
-        if snapshot.now_s >= until_s:
-            return None
-        return Plan({}, keeps=True, content=True, waiting_reason=_WAITS, memory=memory, stands_until_s=until_s)
+        return Plan({}, keeps=True, content=True, waiting_reason=_WAITS, memory=snapshot.memory, stands_until_s=until_s)
 
     # -- the queues --------------------------------------------------------------------------------------------------------
 
-    def _demote(self, queues: _Queues, snapshot: Snapshot) -> None:
+    def _demote(self, queues: _Queues, snapshot: Snapshot, among: Sequence[JobView]) -> None:
         """Whoever has reached a threshold goes to the end of a later queue; in the order of the queues."""
         now_s = snapshot.now_s
         lowest = self._thresholds[0]
         due: list[tuple[int, JobView]] = []
-        for job in snapshot.jobs:
+        for job in among:
             if job.holding_since_s is None and job.attained_gpu_s < lowest:
                 continue
             level = bisect_right(self._thresholds, queues.service(job, now_s))
@@ -184,35 +183,43 @@ class Tiresias:
         if self.options.index == "gittins":
             return 0.0  # indices change all the time
         now_s, times = snapshot.now_s, [math.inf]
+        next_threshold = dict(enumerate(self._thresholds))
         for job in running:
-            level = queues.level(job.job_id)
-            if level < len(self._thresholds):
-                left = self._thresholds[level] - queues.service(job, now_s)
-                times.append(now_s + left / job.spec.requested_gpus)
+            threshold = next_threshold.get(queues.level(job.job_id))
+            if threshold is not None:
+                times.append(now_s + (threshold - queues.service(job, now_s)) / job.spec.requested_gpus)
         if not math.isinf(self.options.promote):
             times += [self._promoted_s(job, queues, now_s) for jobs in queues.jobs(snapshot)[1:] for job in jobs]
         return min(times)
+
+
+def _until_s(memory: Json) -> float:
+    """Until when, by the last plan, no job that runs changes its queue; -inf: there was none."""
+    if not isinstance(memory, dict) or "until_s" not in memory:
+        return -math.inf
+    return math.inf if memory["until_s"] is None else float(memory["until_s"])
 
 
 @dataclass(slots=True)
 class _Serving:
     """A decision in the making; lists are in the order of the queues."""
 
-    rank: dict[str, int]  # by job: its place in that order
+    order: Sequence[JobView]
     kept: list[JobView] = field(default_factory=list)  # go on where they are
     starting: list[tuple[JobView, Candidate]] = field(default_factory=list)
     leaving: list[JobView] = field(default_factory=list)  # run, and cannot go on as they are
     choices: dict[str, Candidate] = field(default_factory=dict)
     gpus: dict[str, tuple[GpuId, ...]] = field(default_factory=dict)
+    rank: dict[str, int] | None = None  # by job: its place in the order; made when it is needed
 
     @classmethod
     def of(cls, order: Sequence[JobView], snapshot: Snapshot, candidates: Candidates) -> _Serving:
         """By counts alone: whoever's request fits in what those before leave of the cluster runs."""
-        serving = cls({job.job_id: at for at, job in enumerate(order)})
+        serving = cls(order)
         left = snapshot.num_gpus
         for job in order:
             wanted = job.spec.requested_gpus
-            if job.running and job.num_gpus == wanted and not job.shared and wanted <= left:
+            if job.running and len(job.gpus) == wanted and not job.shared and wanted <= left:
                 serving.kept.append(job)
                 left -= wanted
                 continue
@@ -275,6 +282,8 @@ class _Serving:
         """Let jobs go, the last first, until there is a place; who was not in the way stays."""
         gone: list[JobView] = []
         found: tuple[GpuId, ...] | None = None
+        if self.rank is None:
+            self.rank = {one.job_id: at for at, one in enumerate(self.order)}
         while found is None and self.kept and self.rank[self.kept[-1].job_id] > self.rank[job.job_id]:
             gone.append(self.kept.pop())
             free.release(gone[-1].gpus)
@@ -324,6 +333,8 @@ class _Queues:
     def service(self, job: JobView, now_s: float) -> float:
         """Attained service that counts, GPU-seconds."""
         attained = job.attained_service_s(now_s)
+        if not self.forgiven:
+            return attained
         return attained - self.forgiven[job.job_id][1] if job.job_id in self.forgiven else attained
 
     def jobs(self, snapshot: Snapshot) -> list[list[JobView]]:
