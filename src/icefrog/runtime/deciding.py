@@ -184,6 +184,10 @@ class Decider:
         if self._watches:
             self.active.expect(self._hands(at.step))
 
+    def is_due(self, step: int, every_steps: int | None) -> bool:
+        """Whether to decide after this step, in the middle of an epoch; the same on all ranks."""
+        return step in self.rule.first_looks or bool(every_steps and step % every_steps == 0)
+
     def decide(self, at: Counters, profile: Callable[[], Profile | None]) -> Decision:
         """Collective. Ask the rule, move the boundary, and report.
 

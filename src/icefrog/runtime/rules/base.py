@@ -191,6 +191,8 @@ class FreezingRule(ABC):
 
     name: ClassVar[str] = ""
     """For reports and checkpoints; default: the class's name."""
+    first_looks: ClassVar[Sequence[int]] = ()
+    """Steps of the job after which the rule is asked besides: for one that knows what it wants before an epoch is over."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -47,6 +47,7 @@ class Progress(FreezingRule):
     """
 
     name = "progress"
+    first_looks = (6, 12, 24, 48)
 
     def __init__(
         self,
