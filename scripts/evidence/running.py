@@ -25,9 +25,6 @@ from icefrog.spec import Target
 SMOOTHED_OVER = 3
 """Validations whose mean is held against the target."""
 CACHE_BYTES = 1e9
-TUNE_EVERY_STEPS = 2
-"""Short jobs need more than one decision an epoch; a decision takes a fraction of a millisecond."""
-
 
 TRACE = ("steps", "cpu_s", "accuracy", "mean", "validation_loss", "training_loss", "frozen", "cached_steps")
 
@@ -85,7 +82,6 @@ class Arm:
             rule=self.watch or ("none" if by_hand else self._rule),
             precondition="raw" if self.name == "watch-raw" else "auto",
             stats_every=10**9 if by_hand or self._rule == "progress" else 1,
-            tune_every_steps=None if by_hand or self.watch else TUNE_EVERY_STEPS,
             env={},
         )
         if task.augment is None and not self.name.endswith("-nocache"):

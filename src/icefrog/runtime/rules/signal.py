@@ -15,8 +15,8 @@ from icefrog.runtime.trained import trained_by
 _SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
 _DENSE_STEPS = 12
 """Measured step by step in the beginning, so that a short job can decide soon; then one pair of steps in ``_PERIOD``."""
-_PERIOD = 4
-_DECAY = 0.95
+_PERIOD = 16
+_DECAY = 0.9
 _READY_PAIRS = 4
 """Shares after 4 pairs differ from those after 11 by a few hundredths (docs/evidence/layer-elasticity.md)."""
 _SAMPLED = 16384
@@ -29,7 +29,7 @@ class SignalMeter:
     A step of size eta along P g, P the optimizer's preconditioner, lowers the loss by eta G . P G to first order, with G the
     mean gradient. G . P G is estimated by g_t . P g_(t-1): the noise of two batches is independent. P is 1 / (sqrt(v) + eps)
     under optimizers that keep second moments, 1 under others. It costs memory for two samples of the gradient, and
-    a few operations on them in every fourth step.
+    a few operations on them in two of sixteen steps.
     """
 
     def __init__(self) -> None:
