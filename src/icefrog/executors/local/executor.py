@@ -105,6 +105,7 @@ class LocalExecutor:
             latest_s = job.submit_s if job.holding is None else job.holding.since_s
             self._jobs[job.job_id] = taken = Job(job.spec, self._folder(job.job_id), goal, latest_s)
             taken.current = self._adopt_current(taken, job)
+        for taken in self._jobs.values():
             self._tell_bounds(taken)
 
     def submit(self, commands: Sequence[ev.AnyCommand]) -> None:
@@ -127,6 +128,13 @@ class LocalExecutor:
         for job in list(self._jobs.values()):  # first whoever leaves, so that its GPUs are free for the others
             found += [self._timed(job, event) for event in self._observe(job)]
         for job in list(self._jobs.values()):
+            if (
+                job.current is not None
+                and job.current.shared
+                and job.goal.grant is not None
+                and not job.goal.grant.shared
+            ):
+                self._tell_bounds(job)  # its partner may have left
             if job.current is None and job.goal.grant is not None and self._free(job):
                 found += [self._timed(job, event) for event in self._begin(job)]
         return sorted(found, key=lambda event: event.time_s)
@@ -314,6 +322,11 @@ class LocalExecutor:
                 return False
         return True
 
+    def _has_partner(self, job: Job, current: Current) -> bool:
+        """Whether another attempt is on its GPUs."""
+        others = (other.current for other in self._jobs.values() if other is not job)
+        return any(other is not None and not set(other.gpus).isdisjoint(current.gpus) for other in others)
+
     def _begin(self, job: Job) -> list[ev.Event]:
         goal = job.goal
         assert goal.grant is not None
@@ -352,6 +365,8 @@ class LocalExecutor:
         grant, current = job.goal.grant, job.current
         if grant is None or current is None or current.number != job.goal.attempt or not current.attempt.exists():
             return
+        if not grant.shared and self._has_partner(job, current):
+            return  # which needs its memory until it has left; poll looks again
         current.shared = grant.shared
         told = job_grant(job.spec, grant)
         if current.attempt.read_grant() != told:
