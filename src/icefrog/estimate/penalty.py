@@ -128,6 +128,8 @@ class GradientTracker:
         self.skipped_steps = 0
         self._frozen = 0
         self._ema = np.zeros((2, num_layers))  # rows: S, |G|^2; not yet bias-corrected
+        self._squares = np.zeros((2, num_layers))  # the same of their squares
+        self._sqr_weight = np.zeros(num_layers)  # sum of the squared weights in the EMA
         self._steps = np.zeros(num_layers, dtype=np.int64)  # measured since the layer was (re-)opened
         self._missing = np.ones(num_layers)  # weight that the EMA lacks: the product of its decays
         self._stored = np.full((2, num_layers), np.nan)  # as last observed before freezing
@@ -166,6 +168,8 @@ class GradientTracker:
             return False
         decay = self.decay ** math.sqrt(every)
         self._ema[:, live] = decay * self._ema[:, live] + (1.0 - decay) * rows[:, live]
+        self._squares[:, live] = decay * self._squares[:, live] + (1.0 - decay) * rows[:, live] ** 2
+        self._sqr_weight[live] = decay**2 * self._sqr_weight[live] + (1.0 - decay) ** 2
         self._missing[live] *= decay
         self._steps[live] += 1
         return True
@@ -186,6 +190,8 @@ class GradientTracker:
             self._stored[:, closing] = self._current()[:, closing]
         opened = slice(frozen_layers, self._frozen)
         self._ema[:, opened] = 0.0
+        self._squares[:, opened] = 0.0
+        self._sqr_weight[opened] = 0.0
         self._missing[opened] = 1.0
         self._steps[opened] = 0
         self._frozen = frozen_layers
@@ -211,6 +217,20 @@ class GradientTracker:
         """Whether each layer's value comes from its own recent steps; False: stored when it last trained, or unknown."""
         return tuple((self._trusted() & (self._steps > 0)).tolist())
 
+    @property
+    def standard_error(self) -> FloatArray:
+        """Of S and of |G|^2 by layer, shape (2, L), from the scatter of the estimates; NaN where a value is not fresh.
+
+        The estimates count as independent of each other. Those of successive steps, where *each* step is measured, share
+        a gradient: their correlation is up to 1/4, the error of their mean up to 1.22 times this.
+        """
+        total = 1.0 - self._missing
+        known = self._trusted() & (self._steps > 1)
+        total = np.where(known, total, 1.0)
+        effective = total**2 / np.where(known, self._sqr_weight, 1.0)
+        scatter = np.maximum(self._squares / total - (self._ema / total) ** 2, 0.0)
+        return np.where(known, np.sqrt(scatter / np.where(known, effective - 1.0, 1.0)), np.nan)
+
     def noise_scale(self) -> float | None:
         """phi = sum S / sum |G|^2, samples; None while not ready or where no signal is left to divide by."""
         signal = float(self.sqr_norm.sum())
@@ -232,6 +252,8 @@ class GradientTracker:
             "skipped_steps": self.skipped_steps,
             "frozen_layers": self._frozen,
             "ema": self._ema.tolist(),
+            "squares": self._squares.tolist(),
+            "sqr_weight": self._sqr_weight.tolist(),
             "steps": self._steps.tolist(),
             "missing": self._missing.tolist(),
             "stored": stored,
@@ -253,6 +275,10 @@ class GradientTracker:
         self._steps = steps
         self._missing = np.array(state.get("missing", (self.decay**steps).tolist()), dtype=np.float64)
         self._ema = np.array(state["ema"], dtype=np.float64)
+        total = np.maximum(1.0 - self._missing, 1e-12)
+        # Older checkpoints do not have these two: no scatter was seen yet, in as many equal weights as there were steps.
+        self._squares = np.array(state.get("squares", self._ema**2 / total), dtype=np.float64)
+        self._sqr_weight = np.array(state.get("sqr_weight", total**2 / np.maximum(steps, 1)), dtype=np.float64)
         self._stored = np.array(
             [[np.nan if value is None else value for value in row] for row in state["stored"]],
             dtype=np.float64,

@@ -287,9 +287,15 @@ class Decider:
                 self.reporter.warned(message)
         return Bounds(min(found.min_frozen, most), min(found.max_frozen, most))
 
+    def _gradients(self) -> Gradients | None:
+        tracker = self.engine.tracker
+        stats = tracker.stats()
+        if stats is None:
+            return None
+        return Gradients(stats.variance, stats.sqr_norm, tracker.fresh, tuple(tracker.standard_error[0].tolist()))
+
     def _situation(self, at: Counters, profile: Profile | None, loss: float | None) -> Situation:
         engine, grant = self.engine, self.agent.grant
-        stats = engine.tracker.stats()
         step_s = engine.profiler.measured_step_s(engine.point()) or 0.0
         cache = engine.cache
         return Situation(
@@ -316,7 +322,7 @@ class Decider:
             step_s=step_s,
             forward_s=engine.profiler.forward_s(engine.point()) or 0.0,
             measured_throughput=engine.counting.nominal_batch / step_s if step_s > 0 else 0.0,
-            gradients=Gradients(stats.variance, stats.sqr_norm, engine.tracker.fresh) if stats else None,
+            gradients=self._gradients(),
             profile=profile,
             target=self.goal.target,
             metrics=tuple(self.metrics),

@@ -50,6 +50,8 @@ class Gradients:
     """Squared norm of the mean gradient, >= 0."""
     fresh: tuple[bool, ...]
     """Whether the value is of recent steps; otherwise the one stored when the layer froze."""
+    variance_error: tuple[float, ...] = ()
+    """Standard error of the variance; NaN where the value is not fresh."""
 
 
 @dataclass(frozen=True, slots=True)
