@@ -197,7 +197,7 @@ def test_stats_every_measures_each_nth_step() -> None:
     assert len(recorder.variance) == 5
 
 
-def test_by_default_a_job_is_ready_soon_and_then_measures_each_fifth_step() -> None:
+def test_by_default_a_job_is_ready_soon_and_then_measures_each_tenth_step() -> None:
     model = models.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     elastic = LayerElastic(model, optimizer, env={})
@@ -206,7 +206,7 @@ def test_by_default_a_job_is_ready_soon_and_then_measures_each_fifth_step() -> N
     assert len(recorder.variance) == 20
     assert elastic._engine.tracker.ready
     models.train(elastic, optimizer, 29)
-    assert len(recorder.variance) == 26
+    assert len(recorder.variance) == 23
 
 
 def test_accumulation_with_unequal_micro_batches_is_the_gradient_of_the_whole_batch() -> None:

@@ -62,7 +62,7 @@ class LayerElastic:
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
         checkpoint_every_steps: also save every so many steps.
         guards: of ``tuner`` (:class:`~icefrog.estimate.boundary.Guards`); ``Guards(0, 0, 0, 0)``: the paper's plain argmax.
-        stats_every: measure gradient statistics each n-th step; default: each of the first 21, then each fifth.
+        stats_every: measure gradient statistics each n-th step; default: each of the first 21, then each tenth.
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).

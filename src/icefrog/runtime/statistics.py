@@ -36,7 +36,7 @@ from icefrog.runtime.world import World
 Source = Literal["replicas", "micro_steps", "parts", "steps"]
 DENSE_STEPS = 21
 """Of a job: so many make the 20 estimates that a layer needs before it is believed, on one rank, too."""
-SPARSE = 5
+SPARSE = 10
 
 
 @dataclass(frozen=True, slots=True)
