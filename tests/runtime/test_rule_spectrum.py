@@ -64,3 +64,4 @@ def test_training_leaves_structure() -> None:
 
 def test_what_has_no_matrix_tells_nothing() -> None:
     assert math.isnan(structure([torch.ones(5), torch.zeros(20, 20), torch.ones(4, 4), torch.ones(9, 9).long()]))
+    assert math.isnan(structure([torch.empty(0, 9), torch.empty(9, 0)]))

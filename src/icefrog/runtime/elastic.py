@@ -281,7 +281,7 @@ class LayerElastic:
 
     @torch.inference_mode(False)  # validation may be around it
     def freeze(self, frozen_layers: int) -> None:
-        """Collective. Set the boundary by hand; under ``rule="tuner"`` the next decision may move it again.
+        """Collective. Set the boundary by hand; unless ``rule="none"`` the next decision may move it again.
 
         Raises:
             UserError: not a whole number in 0..L-1; freezing every layer leaves nothing to train.

@@ -155,8 +155,9 @@ def successive(now: Tensors, last: Tensors, scale: Scale | None) -> torch.Tensor
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """As real numbers of at least 32 bits: sums of squares need them."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    """As real numbers of at least 32 bits, dense: sums of squares need them."""
+    plain = tensor.to_dense() if tensor.is_sparse else tensor
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain if plain.dtype in (torch.float32, torch.float64) else plain.to(torch.float32)
 
 

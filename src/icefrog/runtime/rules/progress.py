@@ -23,8 +23,8 @@ class Progress(FreezingRule):
     """l* = argmax of psi(l) / seconds(l), psi from the signal (:mod:`icefrog.estimate.progress`), the cache counted in.
 
     1. *When to start.* At once if the layers in question had learnt before the job began, as pre-trained ones have: the
-       largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`). Otherwise after
-       ``warmup_share`` of P0: what is built on a random prefix stays poor.
+       largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`), up to the last that had.
+       Otherwise after ``warmup_share`` of P0: what is built on a random prefix stays poor.
     2. *How deep.* The argmax over at most ``max_share`` of the layers, behind which ``least_signal`` of the signal is left,
        if it promises ``margin`` more than full training and than the present depth; on a prefix that had learnt,
        ``learnt_max_share`` and ``learnt_least_signal`` hold instead. Frozen layers keep the share of the signal that they
@@ -87,10 +87,16 @@ class Progress(FreezingRule):
         """Measure."""
         self._meter.observe(hands)
 
-    def _has_learnt(self, depth: int) -> bool:
-        """Whether the first layers had learnt before the job began, on average over those that have matrices."""
-        told = [value for value in (self._meter.structure or [])[:depth] if math.isfinite(value)]
-        return bool(told) and sum(told) / len(told) > LEARNT
+    def _learnt_layers(self) -> int:
+        """So many layers had learnt before the job began, up to the last that had; 0: the first half had not.
+
+        The first half counts on average, over those of its layers that have matrices.
+        """
+        structure = self._meter.structure
+        told = [value for value in structure[: len(structure) // 2] if math.isfinite(value)]
+        if not told or sum(told) / len(told) <= LEARNT:
+            return 0
+        return max(place + 1 for place, value in enumerate(structure) if value > LEARNT)
 
     # --- decisions
 
@@ -102,16 +108,19 @@ class Progress(FreezingRule):
         signal = self._meter.progress()
         if now.profile is None or signal is None or len(signal) != now.num_layers:
             return now.stay("not ready: too few steps measured")
-        learnt = self._has_learnt(now.num_layers // 2)
+        learnt = self._learnt_layers()
         max_share = self.learnt_max_share if learnt else self.max_share
         cap = min(now.bounds.max_frozen, int(max_share * now.num_layers + 1e-9))
+        warm = now.share_done >= self.warmup_share
+        if learnt and not warm:  # a trained embedding, say, in front of fresh layers
+            cap = min(cap, learnt)
         if self._cap is not None:
             cap = min(cap, self._cap)
         if depth > now.bounds.min_frozen and self._stalls(now):
             self._cap = now.bounds.clamp(depth // 2)
             reason = f"opened from {depth}: no new best metric in {self.patience} validations"
             return self._move(now, self._cap, reason, signal)
-        if depth == 0 and now.share_done < self.warmup_share and not learnt:
+        if depth == 0 and not warm and not learnt:
             return now.stay("warm-up: the layers are fresh")
         least_signal = self.learnt_least_signal if learnt else self.least_signal
         return self._best(now, max(cap, now.bounds.min_frozen), signal, least_signal)

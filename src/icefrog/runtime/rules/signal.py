@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from icefrog.runtime.preconditioning import real
 from icefrog.runtime.rules.base import Hands
 from icefrog.runtime.rules.spectrum import structure
 from icefrog.runtime.trained import trained_by
@@ -33,14 +35,18 @@ class SignalMeter:
     """
 
     def __init__(self) -> None:
-        self.structure: list[float] | None = None
-        """By layer, of its first weights (:mod:`~icefrog.runtime.rules.spectrum`); NaN: it has no matrix; None before."""
+        self._matrices: list[dict[str, float]] = []  # by layer, structure of its first weights by name
         self._first: int | None = None  # step
         self._last: dict[str, torch.Tensor] = {}  # gradient of the step before, sampled
         self._last_step = -2
         self._ema: list[float] = []
         self._weight: list[float] = []  # of the bias correction, by layer
         self._pairs = 0
+
+    @property
+    def structure(self) -> list[float]:
+        """By layer, of the weights that the job began with, the largest of its matrices; NaN: it has none, or not known."""
+        return [max(told.values(), default=math.nan) for told in self._matrices]
 
     def progress(self) -> list[float] | None:
         """G . P G by layer, clamped at 0, any common unit; None before enough steps were seen."""
@@ -52,8 +58,8 @@ class SignalMeter:
         """Take in the gradients of a step, before the optimizer acts on them."""
         if self._first is None:
             self._first = hands.step
-            self._ema, self._weight = [0.0] * len(hands.layers), [0.0] * len(hands.layers)
-            self.structure = [structure(layer.params.values()) for layer in hands.layers]
+            # Later than that, weights tell what the job itself has learnt.
+            self._matrices = [_structures(layer.params) if hands.step == 0 else {} for layer in hands.layers]
         age = hands.step - self._first
         if age >= _DENSE_STEPS and hands.step % _PERIOD > 1:
             return
@@ -69,20 +75,28 @@ class SignalMeter:
         self._last, self._last_step = now, hands.step
 
     def _take(self, hands: Hands, now: dict[str, torch.Tensor], own: frozenset[int] | None) -> None:
-        sums = []
-        for layer in hands.layers:
+        if not self._ema:  # from here on the layers are in the order in which they run: that is adopted after a step
+            self._ema, self._weight = [0.0] * len(hands.layers), [0.0] * len(hands.layers)
+            told = {name: value for layer in self._matrices for name, value in layer.items()}
+            self._matrices = [{name: told[name] for name in layer.params if name in told} for layer in hands.layers]
+        sums: list[torch.Tensor] = []
+        moved: list[int] = []
+        for place, layer in enumerate(hands.layers):
             parts = [
                 _product(hands.optimizer, param, now[name], self._last[name])
                 for name, param in layer.params.items()
                 if name in now and name in self._last
             ]
-            if own is not None and not any(id(param) in own for param in layer.params.values()):
-                parts = [torch.zeros(())]  # the optimizer does not move it
+            idle = place >= hands.frozen_layers and not any(name in now or name in self._last for name in layer.params)
+            if idle or (own is not None and not any(id(param) in own for param in layer.params.values())):
+                parts = [torch.zeros(())]  # the model does not use it, or the optimizer does not move it
+            else:
+                moved.append(place)
             sums.append(
                 torch.stack([part.to(parts[0].device) for part in parts]).sum() if parts else torch.tensor(math.nan)
             )
         values = torch.stack([value.to(sums[-1].device) for value in sums]).tolist()  # one wait for the device
-        if not any(math.isfinite(value) for value in values):
+        if not any(math.isfinite(values[place]) for place in moved):
             return
         self._pairs += 1
         for place, value in enumerate(values):
@@ -95,7 +109,7 @@ class SignalMeter:
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "structure": self.structure,
+            "matrices": [dict(told) for told in self._matrices],
             "first": self._first,
             "last_step": self._last_step,
             "ema": list(self._ema),
@@ -104,8 +118,11 @@ class SignalMeter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of :meth:`state_dict`."""
-        self.structure, self._first, self._last_step = state["structure"], state["first"], state["last_step"]
+        """Inverse of :meth:`state_dict`. After one of an earlier version it starts afresh."""
+        if "matrices" not in state:
+            return
+        self._matrices = [dict(told) for told in state["matrices"]]
+        self._first, self._last_step = state["first"], state["last_step"]
         self._ema, self._weight, self._pairs = list(state["ema"]), list(state["weight"]), state["pairs"]
         self._last = {}
 
@@ -118,27 +135,35 @@ class SignalMeter:
         self._last = dict(tensors)
 
 
+def _structures(params: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Of those that are matrices, by name."""
+    return {name: value for name, param in params.items() if math.isfinite(value := structure([param]))}
+
+
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """A view of evenly spread rows, of this rank's part where the tensor is sharded."""
+    """Evenly spread rows, of this rank's part where the tensor is sharded; a view, unless it is sparse."""
     local: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     local = local.detach()
-    return local[:: max(-(-local.numel() // _SAMPLED), 1)] if local.ndim else local
+    every = max(-(-local.numel() // _SAMPLED), 1)
+    if local.is_sparse:  # an embedding's gradient
+        return local.index_select(0, torch.arange(0, local.shape[0], every, device=local.device)).to_dense()
+    return local[::every] if local.ndim else local
 
 
 def _product(
     optimizer: torch.optim.Optimizer | None, param: nn.Parameter, now: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
     """The parameter's part of g_t . P g_(t-1), scaled up from the sample; NaN before the optimizer has a P."""
-    product = now.float() * last.to(now.device).float()
+    product = real(now) * real(last.to(now.device))
     state = optimizer.state.get(param, {}) if optimizer is not None else {}
     key = next((key for key in _SECOND_MOMENTS if key in state), None)
     if key is not None:
         # v without its bias correction: one factor for all parameters, and only shares matter.
-        product = product / (_sample(state[key]).float().sqrt() + 1e-8)
-    elif optimizer is not None and _keeps_moments(optimizer):
+        product = product / (real(_sample(state[key])).sqrt() + 1e-8)
+    elif not state and optimizer is not None and _keeps_moments(optimizer):
         return torch.full((), math.nan, device=now.device)
     total = param.grad if param.grad is not None else param
-    return product.sum() * (_numel(total) / max(product.numel(), 1))
+    return product.sum() * (_numel(total) / max(now.numel(), 1))
 
 
 def _keeps_moments(optimizer: torch.optim.Optimizer) -> bool:

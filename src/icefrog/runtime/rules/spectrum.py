@@ -41,7 +41,7 @@ def structure(params: Iterable[torch.Tensor]) -> float:
 
 
 def _of_matrix(param: torch.Tensor) -> float | None:
-    if param.ndim < 2 or not param.is_floating_point():
+    if param.ndim < 2 or param.numel() == 0 or not param.is_floating_point():
         return None
     weights = param.detach().reshape(param.shape[0], -1)
     weights = weights[:: -(-weights.shape[0] // _MOST) or 1, :: -(-weights.shape[1] // _MOST) or 1].float()
