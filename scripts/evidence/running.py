@@ -25,6 +25,9 @@ from icefrog.spec import Target
 SMOOTHED_OVER = 3
 """Validations whose mean is held against the target."""
 CACHE_BYTES = 1e9
+NEVER = 10**9
+READS_STATISTICS = ("tuner", "freezeout", "pipetransformer")
+"""Rules that need gradient statistics; they get them as often as is the default. For the others they are switched off."""
 
 TRACE = ("steps", "cpu_s", "accuracy", "mean", "validation_loss", "training_loss", "frozen", "cached_steps")
 
@@ -81,7 +84,7 @@ class Arm:
             samples_per_epoch=samples_per_epoch,
             rule=self.watch or ("none" if by_hand else self._rule),
             precondition="raw" if self.name == "watch-raw" else "auto",
-            stats_every=10**9 if by_hand or self._rule == "progress" else 1,
+            stats_every=1 if self.watch else None if self._rule in READS_STATISTICS else NEVER,
             env={},
         )
         if task.augment is None and not self.name.endswith("-nocache"):
