@@ -81,7 +81,7 @@ def test_one_call_a_layer_once_its_order_is_known(watched: Watched) -> None:
 def test_another_order_is_noticed_and_learnt(watched: Watched) -> None:
     watched.step()
     watched.model[0].order = ("second", "first")
-    assert watched.step() == [ONCE[0], (0, ["first.weight"])]  # the second comes later
+    assert watched.step() == [ONCE[0], (0, ["first.weight"]), (0, ["second.weight"])]  # which comes later, is told, too
     assert watched.step() == [ONCE[0], (0, ["first.weight"]), (0, ["second.weight"])]
     assert watched.step() == ONCE
 

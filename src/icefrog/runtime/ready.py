@@ -3,7 +3,7 @@
 A hook on each parameter costs microseconds, and a network has hundreds of small ones. Backward makes a layer's gradients in
 the same order each time, since it follows the forward pass: so every parameter is hooked until one step has shown which of
 the layer's comes last, and then that one alone. Where another turns out to come later (a graph that changes, or that is
-compiled by now), all are hooked again.
+compiled by now), it is hooked at once, in the middle of the pass, and all are from the next step on.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class _Watched:
     def _hook_all(self) -> None:
         self.unhook()
         self._alone, self._wrong = None, False
+        self._seen.clear()
         self._handles = [on_gradient(param, self._each) for param in self._params]
 
     def _each(self, param: torch.Tensor) -> None:
@@ -101,8 +102,10 @@ class _Watched:
         assert isinstance(param, nn.Parameter)
         self._last = param
         live = [other for other in self._params if other.grad is not None]
-        if len(live) < len(self._params) and any(other.grad is None and other.requires_grad for other in self._params):
-            self._wrong = True
+        if not self._wrong and len(live) < len(self._params):
+            late = [other for other in self._params if other.grad is None and other.requires_grad]
+            self._wrong = bool(late)
+            self._handles += [on_gradient(other, self._each) for other in late]
         for listener in self._listeners:
             listener(self._index, live)
 
