@@ -31,6 +31,8 @@ def tables(rows: list[Row]) -> str:
         if arm != "control" and "@" not in arm and "watch" not in arm and (task, "control", seed) in by_run:
             pairs[task, arm].append((by_run[task, "control", seed], row))
     lines = [
+        "Ratios are over the runs that reached the target; a missed one has none.",
+        "",
         "| task | rule | seeds | reached | times faster in CPU time (95 % interval) | in steps of the control beside it | "
         "steps against the control | steps frozen / cached |",
         "|---|---|---|---|---|---|---|---|",

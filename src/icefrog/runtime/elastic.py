@@ -55,8 +55,7 @@ class LayerElastic:
         global_batch: M in samples, for :meth:`sampler`; default: the grant's.
         accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
         rule: who decides the boundary: a name (``tuner``, ``freezeout``, ...; ``none``: only :meth:`freeze` does), a
-            :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the job file's; on its own ``progress``,
-            or ``tuner`` where a rank holds a part of the model.
+            :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the job file's, or ``tuner``.
         max_fraction: largest share of layers frozen; default 0.9. The grant can only lower it.
         tune_every_steps: also decide every so many steps, not only at the end of epochs.
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
@@ -132,8 +131,7 @@ class LayerElastic:
             max_grad_norm=max_grad_norm,
         )
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
-        asked = "none" if probe else rule or (grant.rule if grant else None)
-        self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
+        self.rule: FreezingRule = make_rule("none" if probe else rule or (grant.rule if grant else "tuner"), guards)
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._gate = StepGate(
             optimizer, self._engine.counting, self._on_micro, self._on_step, self._engine.forget_passes
