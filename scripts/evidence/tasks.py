@@ -48,7 +48,6 @@ class EvidenceTask:
         warmup_steps: linear warm-up of the learning rate; constant from there on.
         target: validation accuracy, mean of three validations, that ends a run.
         max_intervals: a run that has not reached the target by then has missed it.
-        pretrained: fine-tuning; for the tables, no rule is told.
         augment: changes each training batch at random (a frozen prefix cannot be cached then).
     """
 
@@ -62,7 +61,6 @@ class EvidenceTask:
     warmup_steps: int
     target: float
     max_intervals: int
-    pretrained: bool = False
     augment: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None
 
 
@@ -91,30 +89,38 @@ def _split(rows: list[tuple[str, int]], train: int, held_out: int, length: int, 
     order = np.random.default_rng(seed).permutation(len(rows))[: train + held_out]
     x = word_pieces([rows[i][0] for i in order], length)
     y = torch.tensor([rows[i][1] for i in order])
-    return Sets((x[:train], y[:train]), (x[train:], y[train:]))
+    return _first((x, y), train, held_out)
 
 
 def few_digits(train: int, held_out: int) -> Callable[[Path, int], Sets]:
     """MNIST digits, 28x28, none of them moved."""
 
     def load(folder: Path, seed: int) -> Sets:
-        x, y = digits(folder, seed).train
-        return Sets((x[:train], y[:train]), (x[train : train + held_out], y[train : train + held_out]))
+        return _first(digits(folder, seed).train, train, held_out)
 
     return load
 
 
-def half_of_digits(folder: Path, seed: int, train: int, held_out: int, *, upper: bool) -> tuple[Batch, Batch]:
-    """MNIST digits 0 to 4, or 5 to 9, labelled 0 to 4: those that train, those that validate."""
+def upper_digits(train: int, held_out: int) -> Callable[[Path, int], Sets]:
+    """MNIST digits 5 to 9, labelled 0 to 4."""
+
+    def load(folder: Path, seed: int) -> Sets:
+        return _first(_half_of_digits(folder, seed, upper=True), train, held_out)
+
+    return load
+
+
+def _half_of_digits(folder: Path, seed: int, *, upper: bool) -> Batch:
+    """MNIST digits 0 to 4, or 5 to 9, labelled 0 to 4."""
     x, y = digits(folder, seed).train
     chosen = (y >= 5) == upper
-    x, y = x[chosen], y[chosen] % 5
-    return (x[:train], y[:train]), (x[train : train + held_out], y[train : train + held_out])
+    return x[chosen], y[chosen] % 5
 
 
-def upper_digits(train: int, held_out: int) -> Callable[[Path, int], Sets]:
-    """MNIST digits 5 to 9."""
-    return lambda folder, seed: Sets(*half_of_digits(folder, seed, train, held_out, upper=True))
+def _first(rows: Batch, train: int, held_out: int) -> Sets:
+    """The first ``train`` rows train, the ``held_out`` after them validate."""
+    x, y = rows
+    return Sets((x[:train], y[:train]), (x[train : train + held_out], y[train : train + held_out]))
 
 
 def distort(x: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
@@ -170,7 +176,7 @@ def transferred(folder: Path) -> nn.Module:
         with torch.random.fork_rng():
             torch.manual_seed(12345)
             learning = residual(32)
-            (x, y), _ = half_of_digits(folder, 12345, 10**6, 0, upper=False)
+            x, y = _half_of_digits(folder, 12345, upper=False)
             optimizer = _sgd(0.02)(learning)
             for _ in range(2):
                 for chosen in torch.randperm(len(x)).split(32):
@@ -245,7 +251,6 @@ TASKS: dict[str, EvidenceTask] = {
         warmup_steps=10,
         target=0.93,
         max_intervals=24,
-        pretrained=True,
     ),
     "minilm-lists": EvidenceTask(
         note="MiniLM fine-tuned on 800 e-mails: which of six mailing lists; 32 tokens, AdamW 1e-4, batch 16",
@@ -258,7 +263,6 @@ TASKS: dict[str, EvidenceTask] = {
         warmup_steps=10,
         target=0.83,
         max_intervals=24,
-        pretrained=True,
     ),
     "resnet-transfer": EvidenceTask(
         note="residual network of 8 blocks (32 to 256 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
@@ -271,7 +275,6 @@ TASKS: dict[str, EvidenceTask] = {
         warmup_steps=10,
         target=0.95,
         max_intervals=24,
-        pretrained=True,
     ),
     "cnn-digits": EvidenceTask(
         note="CNN of 6 convolutions from scratch on sklearn's digits, distorted anew each time; SGD 0.01, batch 32",
