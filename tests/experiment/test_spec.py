@@ -13,7 +13,7 @@ from icefrog.errors import UserError
 from icefrog.estimate.boundary import Guards
 from icefrog.experiment.cell_run import sim_settings
 from icefrog.experiment.cells import Cell, expand
-from icefrog.experiment.spec import read_experiment, world_settings
+from icefrog.experiment.spec import default_settings, read_experiment, world_settings
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "experiments").glob("*.yaml"))
 
@@ -145,3 +145,14 @@ def test_a_key_names_everything_that_decides_a_result_and_nothing_else(tmp_path:
     ]
     keys = [key(), key(program="other"), key(trace="other"), *(key(text) for text in changes)]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_default_that_is_spelt_out_is_the_same_cell(tmp_path: Path) -> None:
+    def key(text: str) -> str:
+        return next(load(tmp_path, text).cells()).key("p", "t")
+
+    world = ", ".join(f"{name}: {value}" for name, value in default_settings().items())
+    assert key(f"{SMALL}world: {{{world}}}") == key(SMALL)
+    frog = SMALL.replace("[fifo, srtf]", "[{policy: icefrog, set: {batch: fixed%s}}]")
+    assert key(frog % ", rho: 0.5, share: true, penalty: tuner") == key(frog % "")
+    assert key(frog % ", rho: 1") == key(frog % ", rho: 1.0") != key(frog % "")

@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 
 from icefrog.errors import UserError
-from icefrog.experiment.spec import ExperimentSpec, TraceEntry, Value, VariantEntry
-from icefrog.policies import make_policy
+from icefrog.experiment.spec import ExperimentSpec, TraceEntry, Value, VariantEntry, default_settings
+from icefrog.policies import make_policy, policy_class
 from icefrog.spec import ClusterSpec
 from icefrog.specfile import YamlFile, parse_cluster
 
@@ -64,19 +64,23 @@ class Cell:
         return self.trace.label, self.seed
 
     def inputs(self) -> dict[str, Any]:
-        """Everything that decides the result, as JSON, but for the trace's content and the program."""
-        here = self.condition
+        """Everything that decides the result, as JSON, but for the trace's content and the program.
+
+        What is set to its default is left out, so that a curve over a setting shares the cell at its default with others.
+        """
+        here, usual = self.condition, default_settings()
+        options = policy_class(self.variant.policy).Options.model_validate(dict(self.variant.options))
         return {
             "schema": SCHEMA,
             "policy": self.variant.policy,
-            "options": dict(sorted(self.variant.options.items())),
+            "options": options.model_dump(mode="json", exclude_defaults=True),
             "seed": self.seed,
             "trace": self.trace.model_dump(mode="json", exclude={"name", "source"}),
             "generator": self.trace.source if self.trace.source.startswith("synth:") else None,
             "cluster": here.cluster.model_dump(mode="json"),
             "load": here.load,
             "pace": here.pace,
-            "world": dict(sorted(here.world.items())),
+            "world": {key: value for key, value in sorted(here.world.items()) if value != usual[key]},
             "restrict_freezing": [here.restrict_freezing, here.restricted_max_fraction]
             if here.restrict_freezing
             else None,

@@ -15,7 +15,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from icefrog.executors.sim.failures import Outages
 from icefrog.executors.sim.truth import WorldConfig
+from icefrog.simulate import SimSettings
 from icefrog.spec import Count, Number, Text
 from icefrog.specfile import FileKind, YamlFile, read_yaml
 
@@ -30,9 +32,18 @@ OUTAGE_SETTINGS = ("node_mtbf_h", "node_repair_h")
 
 def world_settings() -> tuple[str, ...]:
     """Every setting of ``world:``, the world's own (those that are numbers) and those of the run."""
-    numbers = (field.name for field in fields(WorldConfig) if isinstance(field.default, int | float))
-    own = (name for name in numbers if name not in ("seed", *RUN_SETTINGS))
-    return (*RUN_SETTINGS, *own, *OUTAGE_SETTINGS)
+    return tuple(default_settings())
+
+
+def default_settings() -> dict[str, float]:
+    """What every setting is where nothing is said."""
+    run, outages = SimSettings(), Outages()
+    numbers = {field.name: field.default for field in fields(WorldConfig) if isinstance(field.default, int | float)}
+    return {
+        **{name: float(getattr(run, name)) for name in RUN_SETTINGS},
+        **{name: float(value) for name, value in numbers.items() if name not in ("seed", *RUN_SETTINGS)},
+        **dict(zip(OUTAGE_SETTINGS, (outages.node_mtbf_h or 0.0, outages.node_repair_h), strict=True)),
+    }
 
 
 def _listed(value: Any) -> Any:
