@@ -23,6 +23,7 @@ from icefrog.runtime.counting import Counting
 from icefrog.runtime.first_pass import FirstPass, training_flops
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
+from icefrog.runtime.late_momentum import start_late_momentum
 from icefrog.runtime.layers import Layer, Piece, find_pieces, group_pieces, layers_from_user
 from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.preconditioning import Precondition
@@ -104,6 +105,7 @@ class Engine(HookOwner):
         self._handles = [  # first of all hooks: a checkpoint may be made there, before sharded parameters are gathered
             model.register_forward_pre_hook(self._forward_start, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._forward_end, always_call=True),
+            *start_late_momentum(optimizer),
         ]
         self.build(layers)
         self._clip_watch = ClipWatch(list(layers[-1].params.values())[-1], options.accum_steps)
