@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import models
@@ -15,7 +16,7 @@ from icefrog.errors import UserError
 from icefrog.estimate.progress import seconds_by_depth, signal_share, signal_worth
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.layers import Layer
-from icefrog.runtime.rules import FreezingRule, Hands, Progress, Situation
+from icefrog.runtime.rules import FreezingRule, Hands, Progress, Proposal, Situation
 from icefrog.runtime.rules.base import Bounds, CacheState
 from icefrog.runtime.rules.signal import SignalMeter
 from icefrog.spec import Target
@@ -137,6 +138,36 @@ def test_a_stalled_metric_opens_half_and_depth_never_returns() -> None:
         assert depth == expected, metrics
     opened = replace(start, metrics=(0.5,) * 9, stalled=0)
     assert rule.propose(opened).frozen_layers <= 2
+
+
+class OpensAt(FreezingRule):
+    """Two layers frozen for steps 2 and 3, then none."""
+
+    def propose(self, now: Situation) -> Proposal:
+        depth = {2: 2, 3: 2}.get(now.step, 0)
+        return Proposal(depth, "as written", forget_momentum=True)
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam])
+def test_layers_that_open_forget_momentum_and_nothing_else(make: Any) -> None:
+    """Two large gradients, a freeze, an opening: first moments start from zero, second moments and counts go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = make(model.parameters(), lr=1e-4)
+    elastic = LayerElastic(model, optimizer, rule=OpensAt(), samples_per_epoch=32, tune_every_steps=1, env={})
+    kept: dict[str, torch.Tensor] = {}
+    for step in range(4):
+        elastic.model(torch.full((8, 2), 10.0 if step < 2 else 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state[model[0].weight]
+        first = state["momentum_buffer" if "momentum_buffer" in state else "exp_avg"]
+        second = {name: value.clone() for name, value in state.items() if value is not first}
+        assert bool(first.any()) == (step < 3)
+        if step >= 2:  # frozen after two steps, opened after four
+            assert all(torch.equal(value, kept[name]) for name, value in second.items())
+        kept = second
+    elastic.close()
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])

@@ -18,6 +18,7 @@ from icefrog.runtime.decision import Decision
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.goal import Goal
 from icefrog.runtime.layer_rates import scaled_step
+from icefrog.runtime.momentum import forget_momentum
 from icefrog.runtime.protocol import Grant
 from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.rules import FreezeOut, NoFreezing
@@ -208,6 +209,8 @@ class Decider:
             engine.psi,
             *engine.profiler.recent_occupancy(engine.point(), alone=not engine.shared),
         )
+        if proposal.forget_momentum:
+            forget_momentum(engine.optimizer, engine.layers[proposal.frozen_layers : engine.boundary])
         self.move(proposal.frozen_layers, at)
         engine.judge(proposal.worth)
         self._set_pace(at)
@@ -386,7 +389,7 @@ def _within(proposal: Proposal, now: Situation) -> Proposal:
     if now.saving is not None and now.saving.absent:
         proposal = replace(proposal, reason=f"{proposal.reason}; {now.frozen_layers} frozen: {now.saving}")
     if depth != now.frozen_layers and now.bounds.clamp(depth) != depth:
-        proposal = now.at(depth, proposal.reason)
+        proposal = replace(now.at(depth, proposal.reason), forget_momentum=proposal.forget_momentum)
     if proposal.effective_progress is not None:
         return proposal
     depth = proposal.frozen_layers

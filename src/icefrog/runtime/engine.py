@@ -23,8 +23,8 @@ from icefrog.runtime.counting import Counting
 from icefrog.runtime.first_pass import FirstPass, training_flops
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.late_momentum import start_late_momentum
 from icefrog.runtime.layers import Layer, Piece, find_pieces, group_pieces, layers_from_user
+from icefrog.runtime.momentum import start_late_momentum
 from icefrog.runtime.parallel import Parallel
 from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache

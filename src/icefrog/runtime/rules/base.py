@@ -168,6 +168,8 @@ class Proposal:
     """E = psi T expected there, samples/s, where the rule knows better than Eq. 3 and the profile."""
     worth: float | None = None
     """psi there, (0, 1], where the rule knows better than Eq. 3: what a sample adds to the job's progress."""
+    forget_momentum: bool = False
+    """Layers that this opens begin without the momentum (first moments) of when they froze, with all other state of then."""
 
 
 @dataclass(frozen=True)
