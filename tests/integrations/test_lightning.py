@@ -112,6 +112,26 @@ def test_it_decides_after_each_validation(tmp_path: Path) -> None:
     assert [d.reason.startswith("not ready") for d in callback.decisions] == [True] * 5 + [False] * 3
 
 
+def test_layers_that_open_behind_a_validation_train_as_before(tmp_path: Path) -> None:
+    """Lightning then puts back the modes that it had found, those of frozen layers among them."""
+
+    class Modes(pl_models.Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asleep: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.asleep.append(sum(not block[1].training for block in self.backbone))
+            return loss
+
+    plan = [2, 1, 3, 0, 0]
+    callback = LayerElasticCallback("val_acc", rule=lambda now: now.at(plan[now.epoch - 1] if now.epoch else 0, "plan"))
+    _, module = pl_models.fit(tmp_path, [callback], Modes(), max_epochs=5)
+    assert module.asleep == [0] * 8 + [2] * 8 + [1] * 8 + [3] * 8 + [0] * 8
+    assert all(block[1].training for block in module.backbone)
+
+
 def test_without_validation_it_decides_at_the_end_of_each_epoch(tmp_path: Path) -> None:
     callback = by_hand()
     pl_models.fit(tmp_path, [callback], limit_val_batches=0, accumulate_grad_batches=3)

@@ -163,6 +163,7 @@ class Engine(HookOwner):
         current = dict(self.inner.named_parameters(remove_duplicate=False))  # sharding has put others in their place
         for piece in self.pieces:
             piece.params = {name: current[name] for name in piece.params}
+        self.freezer.close()
         self.build(group_pieces(self.inner, self.pieces))
         self._ordered = True
 
@@ -175,7 +176,7 @@ class Engine(HookOwner):
 
     def close(self) -> None:
         """Give the model back as it was: nothing frozen, no hooks; on this rank alone."""
-        self.freezer.set_boundary(0)
+        self.freezer.close()
         for handle in self._handles:
             handle.remove()
         if self._first_pass is not None:

@@ -43,7 +43,10 @@ class Freezer(HookOwner):
         self.layers = list(layers)
         self.frozen_layers = 0
         self._handles: list[RemovableHandle] = []
-        self._own_mode: dict[nn.Module, bool] = {}  # of the modules held in eval mode
+        self._own_mode: dict[nn.Module, bool | None] = {}  # of the modules held in eval mode; None: the model's
+        self._unsure: set[nn.Module] = set()  # of those: put to sleep while the whole model slept
+        self._released: set[nn.Module] = set()  # opened while the whole model slept, and to wake with it
+        self._nesting: list[nn.TransformerEncoder] = []  # kept from it, see :meth:`_hook`
         self._reach: dict[nn.Module, int] = {}  # the last layer that ever ran before a call of the module
         self._passed: dict[nn.Module, int] = {}  # the same at the end of a call
         self._running = -1  # the last layer that has run in the forward pass in progress
@@ -111,6 +114,7 @@ class Freezer(HookOwner):
                     if index < frozen_layers:
                         param.grad = None
         self.frozen_layers = frozen_layers
+        self._see_modes()
         for module in self._last_user:
             self._set_mode(module)
         self._hook()
@@ -120,12 +124,22 @@ class Freezer(HookOwner):
             handle.remove()
         self._handles = []
         depth = self.frozen_layers
+        for encoder in self._nesting:
+            encoder.use_nested_tensor = True
+        # With its first layer in eval mode it would hand nested tensors on to those that train, which take none.
+        encoders = [
+            module for module in self.model.modules() if depth > 0 and isinstance(module, nn.TransformerEncoder)
+        ]
+        self._nesting = [encoder for encoder in encoders if getattr(encoder, "use_nested_tensor", False)]
+        for encoder in self._nesting:
+            encoder.use_nested_tensor = False
+        if depth > 0 or self._released:
+            self._handles = [
+                self.model.register_forward_pre_hook(self._start),
+                self.model.register_forward_hook(self._end, always_call=True),
+            ]
         if depth == 0:
             return
-        self._handles = [
-            self.model.register_forward_pre_hook(self._start),
-            self.model.register_forward_hook(self._end, always_call=True),
-        ]
         prefix = [module for module, last in self._last_user.items() if last < depth]
         for module in dict.fromkeys([*prefix, *self._holds]):
             self._handles.append(module.register_forward_pre_hook(self._enter))
@@ -133,11 +147,18 @@ class Freezer(HookOwner):
             if any(True for _ in root.parameters()):
                 self._handles.append(root.register_forward_hook(self._detach_output))
 
+    def close(self) -> None:
+        """Nothing is frozen, and no hooks are left."""
+        self.set_boundary(0)
+        self._released.clear()
+        self._hook()
+
     # --- while the model runs
 
     def _start(self, model: nn.Module, _args: Any) -> None:
         if model is self.model:
             self._running, self._inside, self._recorded = -1, True, torch.is_grad_enabled()
+            self._see_modes()
             for module in self._own_mode:  # ``model.train()`` woke them; some forwards read the flags of others
                 module.training = False
 
@@ -171,6 +192,21 @@ class Freezer(HookOwner):
         cut = self._passed.get(root, self.frozen_layers) < self.frozen_layers
         return _detached(output) if cut else output
 
+    def _see_modes(self) -> None:
+        """The model trains again: what its ``train()``, and the user behind it, made of the modules' modes.
+
+        Of a module that fell asleep with the whole model it shows now whether the user holds it in eval mode
+        (``bn.eval()`` in each epoch). One that was opened meanwhile must be awake, also where other code has put back the
+        modes that it found while it was frozen, one by one (Lightning, after validation).
+        """
+        if self.model.training:
+            for module in self._unsure:
+                self._own_mode[module] = None if module.training else False
+            for module in self._released:
+                module.training = True
+            self._unsure.clear()
+            self._released.clear()
+
     def _fixed(self, module: nn.Module) -> bool:
         depth = self.frozen_layers
         if self._last_user[module] >= depth:
@@ -179,11 +215,20 @@ class Freezer(HookOwner):
 
     def _set_mode(self, module: nn.Module) -> None:
         if self._fixed(module):
-            self._own_mode.setdefault(module, module.training == self.model.training)
+            if module not in self._own_mode:
+                follows = module.training == self.model.training
+                self._own_mode[module] = None if follows else module.training
+                if follows and not self.model.training:
+                    self._unsure.add(module)
+            self._released.discard(module)
             module.training = False
         elif module in self._own_mode:
-            as_model = self._own_mode.pop(module)
-            module.training = self.model.training if as_model else not self.model.training
+            mode = self._own_mode.pop(module)
+            if mode is not None or not module.training:  # else it was woken since, maybe alone (``dropout.train()``)
+                module.training = self.model.training if mode is None else mode
+            if mode is None and module not in self._unsure and not self.model.training:
+                self._released.add(module)
+            self._unsure.discard(module)
 
     # --- what other code may undo
 
