@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icefrog.estimate.ddp_only import ddp_only
+from icefrog.estimate.progress import offered_worth
 from icefrog.estimate.sharing import MAX_UTIL_PCT, MEM_SAFETY
 from icefrog.estimate.tuner import TunerChoice, TunerRule, TunerTable, max_frozen_layers, penalties, pick
 from icefrog.profile import FloatArray, Profile
@@ -157,7 +158,10 @@ def _offered_psi(view: JobView, profile: Profile, pricing: Pricing) -> FloatArra
     stats = view.stats
     freeze = pricing.freezing != "none"
     known = freeze and stats is not None and len(stats.variance) == profile.num_layers
-    psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
+    if known and stats is not None and pricing.freezing == "signal" and stats.signal:
+        psi = offered_worth(stats.signal)
+    else:
+        psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
     if freeze and _by_own_rule(view, pricing):
         depth = min(view.frozen_layers, profile.num_layers - 1)
         own = psi[depth] if np.isfinite(psi[depth]) else 1.0  # unpriced: no punishment

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, TypeAdapter
 from icefrog.gpu_types import ANY_GPU
 from icefrog.profile import Profile
 from icefrog.spec import JobSpec
-from icefrog.types import GpuId
+from icefrog.types import FreezingRule, GpuId
 
 
 class Record(BaseModel):
@@ -37,7 +37,7 @@ class Grant(BaseModel):
         default=0, ge=0, description="a sharer must freeze this deep to fit beside its partner"
     )
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: the job's own bound")
-    freezing: Literal["none", "tuner", "freezeout"] = Field(
+    freezing: FreezingRule = Field(
         default="tuner", description="the rule by which the job may freeze within these bounds"
     )
     elastic_batch: bool = Field(default=False, description="the job may move its global batch by itself")
@@ -109,6 +109,7 @@ class ProgressReported(AttemptEvent):
     util_pct: float | None = None
     variance: tuple[float, ...] | None = None
     sqr_norm: tuple[float, ...] | None = None
+    signal: tuple[float, ...] | None = None
     reason: str = ""
     profile: Profile | None = None
 

@@ -268,7 +268,7 @@ def progressed(job: JobState, record: ev.ProgressReported) -> None:
     job.frozen_layers, job.psi, job.throughput = record.frozen_layers, record.psi, record.throughput
     if record.variance is not None:
         sqr_norm = record.sqr_norm if record.sqr_norm is not None else (0.0,) * len(record.variance)
-        job.stats = GradientStats(record.variance, sqr_norm)
+        job.stats = GradientStats(record.variance, sqr_norm, record.signal or ())
     job.profile = record.profile or job.profile
 
 

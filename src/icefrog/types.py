@@ -26,7 +26,7 @@ class GpuId(NamedTuple):
     device: int
 
 
-FreezingRule: TypeAlias = Literal["none", "tuner", "freezeout"]
+FreezingRule: TypeAlias = Literal["none", "tuner", "freezeout", "signal"]
 
 
 @value
@@ -34,7 +34,8 @@ class Pricing:
     """How a policy wants its jobs' options priced. The candidate source obeys it, and grants allow no more."""
 
     freezing: FreezingRule = "none"
-    """``tuner``: the Layer Tuner (Eq. 15); ``freezeout``: the tuned FreezeOut schedule of the paper's baselines."""
+    """``tuner``: the Layer Tuner (Eq. 15); ``signal``: the same with the share of the signal in the place of Eq. 3
+    (:mod:`icefrog.estimate.progress`); ``freezeout``: the tuned FreezeOut schedule of the paper's baselines."""
     batch: Literal["fixed", "elastic"] = "fixed"
     """``elastic``: the global batch may move within the job's range, at Pollux's statistical efficiency."""
     sharing_speed: float = 0.9
@@ -95,13 +96,15 @@ class Candidate:
 
 @value
 class GradientStats:
-    """Per-layer statistics as last reported by the job; both of length L, per-sample units (S and |G|^2).
+    """Per-layer statistics as last reported by the job, of length L, per-sample units (S and |G|^2).
 
     For a frozen layer ``variance`` is the value last observed before it froze, so that one vector prices every depth.
     """
 
     variance: tuple[float, ...]
     sqr_norm: tuple[float, ...]
+    signal: tuple[float, ...] = ()
+    """Shares of G . P G (:mod:`icefrog.estimate.progress`), of frozen layers as they froze; empty: not reported."""
 
 
 @value

@@ -47,6 +47,13 @@ from icefrog.errors import UserError
 @click.option("--round", "round_s", type=ROUND_S, help="Round, s.  [default: 300; Pollux world: 60]")
 @click.option("--restart", "restart_s", type=RESTART_S, help="Cost, s.  [default: 60; Pollux world: 30]")
 @click.option("--noise", type=NOISE, default=0.05, show_default=True, help="Error of the estimates.")
+@click.option(
+    "--convergence",
+    type=click.Choice(["eq3", "measured"]),
+    default="eq3",
+    show_default=True,
+    help="What frozen steps are worth in truth.",
+)
 @outage_options
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for summary, report, job tables and event logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json.")
@@ -67,6 +74,7 @@ def simulate(
     round_s: float | None,
     restart_s: float | None,
     noise: float,
+    convergence: str,
     node_mtbf_h: float | None,
     node_repair_h: float | None,
     capacity: str | None,
@@ -87,6 +95,8 @@ def simulate(
     if world == "pollux":
         if measured:
             raise UserError("--profile: the Pollux world has its own measurements", "leave out --world pollux")
+        if convergence != "eq3":
+            raise UserError("--convergence: nothing freezes in the Pollux world", "leave out --world pollux")
         from icefrog.executors.sim.pollux import scenario as pollux
 
         nodes = parse_cluster(cluster or pollux.CLUSTER)
@@ -107,7 +117,7 @@ def simulate(
             seed=seed,
             round_s=300.0 if round_s is None else round_s,
             restart_s=60.0 if restart_s is None else restart_s,
-            world=WorldConfig(noise=noise),
+            world=WorldConfig(noise=noise, measured_convergence=float(convergence == "measured")),
             outages=outages,
         )
         scenario = icefrog_scenario(workload.specs, workload.profiles, workload.curves, nodes, config)

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from icefrog.profile import FloatArray
 
 Shape = Literal["linear", "cubed"]
 START_GRID = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Values of t_0 that are tried; 1.0 freezes nothing before the end."""
-_POINTS = 40  # of progress at which a schedule is judged
+_POINTS = 40
+JUDGED_AT: FloatArray = (np.arange(_POINTS) + 0.5) / _POINTS
+"""Points of progress at which a schedule is judged."""
+IntArray: TypeAlias = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,12 @@ class Schedule:
         return min(int(np.count_nonzero(self.ends(num_layers) <= progress)), num_layers - 1)
 
 
+SchedulePenalty: TypeAlias = Callable[[Schedule, IntArray], FloatArray]
+"""psi under a schedule that has frozen so many layers, at JUDGED_AT; both of shape (P,)."""
+
+
 def choose(speed: FloatArray, variance_at: Callable[[float], FloatArray]) -> Schedule:
-    """The schedule of least training time: of the integral of 1 / (psi T) over progress (Eq. 2).
+    """The schedule of least training time by Eq. 3.
 
     Args:
         speed: T by depth, samples/s, shape (D + 1,): the job may freeze D layers at most. 0: not legal.
@@ -69,39 +77,43 @@ def choose(speed: FloatArray, variance_at: Callable[[float], FloatArray]) -> Sch
     Returns:
         Among equals the one that freezes least: (1.0, linear) where freezing does not pay.
     """
-    deepest = len(speed) - 1
-    middles = (np.arange(_POINTS) + 0.5) / _POINTS
-    grid = np.linspace(0.0, 1.0, _POINTS + 1)
-    curves = np.array([variance_at(float(point)) for point in grid])  # (P + 1, L)
-    live = np.array([np.interp(middles, grid, curves[:, layer]) for layer in range(curves.shape[1])]).T
-    suffix = np.cumsum(live[:, ::-1], axis=1)[:, ::-1]  # [p, l]: what still varies with l layers frozen
+    return tuned(speed, len(variance_at(0.0)), penalty_of_variance(variance_at))
+
+
+def tuned(speed: FloatArray, num_layers: int, penalty: SchedulePenalty) -> Schedule:
+    """The schedule of least training time: of the integral of 1 / (psi T) over progress (Eq. 2); see :func:`choose`."""
     best, least_s = Schedule(1.0), np.inf
     for start in reversed(START_GRID):
         for shape in ("linear", "cubed"):
             schedule = Schedule(start, shape)
-            seconds = _training_s(schedule, speed, deepest, middles, grid, curves, suffix)
+            seconds = _training_s(schedule, speed, num_layers, penalty)
             if seconds < least_s * (1.0 - 1e-9):
                 best, least_s = schedule, seconds
     return best
 
 
-def _training_s(
-    schedule: Schedule,
-    speed: FloatArray,
-    deepest: int,
-    middles: FloatArray,
-    grid: FloatArray,
-    curves: FloatArray,
-    suffix: FloatArray,
-) -> float:
+def _training_s(schedule: Schedule, speed: FloatArray, num_layers: int, penalty: SchedulePenalty) -> float:
     """Seconds per effective sample, averaged over progress."""
-    num_layers = curves.shape[1]
     ends = schedule.ends(num_layers)
-    at_freeze = np.array([np.interp(ends[layer], grid, curves[:, layer]) for layer in range(num_layers)])
-    stored = np.concatenate(([0.0], np.cumsum(at_freeze)))
-    depth = np.minimum((ends[None, :] <= middles[:, None]).sum(axis=1), deepest)
-    kept = suffix[np.arange(len(middles)), depth]
-    total = stored[depth] + kept
-    psi = np.where(depth == 0, 1.0, np.divide(kept, total, out=np.zeros_like(kept), where=total > 0))
-    progress = psi * speed[depth]
+    depth = np.minimum((ends[None, :] <= JUDGED_AT[:, None]).sum(axis=1), len(speed) - 1)
+    progress = penalty(schedule, depth) * speed[depth]
     return float(np.mean(np.divide(1.0, progress, out=np.full_like(progress, np.inf), where=progress > 0)))
+
+
+def penalty_of_variance(variance_at: Callable[[float], FloatArray]) -> SchedulePenalty:
+    """Eq. 3: what still varies, over that and what varied when each frozen layer's rate reached zero."""
+    grid = np.linspace(0.0, 1.0, _POINTS + 1)
+    curves = np.array([variance_at(float(point)) for point in grid])  # (P + 1, L)
+    num_layers = curves.shape[1]
+    live = np.array([np.interp(JUDGED_AT, grid, curves[:, layer]) for layer in range(num_layers)]).T
+    suffix = np.cumsum(live[:, ::-1], axis=1)[:, ::-1]  # [p, l]: what still varies with l layers frozen
+
+    def penalty(schedule: Schedule, depth: IntArray) -> FloatArray:
+        ends = schedule.ends(num_layers)
+        at_freeze = np.array([np.interp(ends[layer], grid, curves[:, layer]) for layer in range(num_layers)])
+        stored = np.concatenate(([0.0], np.cumsum(at_freeze)))
+        kept = suffix[np.arange(len(depth)), depth]
+        total = stored[depth] + kept
+        return np.where(depth == 0, 1.0, np.divide(kept, total, out=np.zeros_like(kept), where=total > 0))
+
+    return penalty

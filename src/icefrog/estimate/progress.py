@@ -25,6 +25,10 @@ from icefrog.types import Config
 
 MADE_UP = 0.5
 """Exponent of the share."""
+MAX_SHARE = 0.5
+"""Most layers frozen, share of all, and"""
+LEAST_SIGNAL = 0.6
+"""share of the signal that must be left: the rule's defaults for layers of which it does not know that they had learnt."""
 
 
 def signal_worth(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArray:
@@ -36,6 +40,18 @@ def signal_worth(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArra
             and the others' shrinks while they learn, so a share is remembered and not a norm.
     """
     return np.asarray(signal_share(signal, kept) ** MADE_UP)
+
+
+def offered_worth(signal: npt.ArrayLike) -> FloatArray:
+    """psi(l) of the depths that the rule ``progress`` would look at, shape (L + 1,); NaN for the others.
+
+    Args:
+        signal: shares of G . P G by layer, shape (L,); of frozen layers as they froze.
+    """
+    share = signal_share(signal)
+    deepest = int(MAX_SHARE * (len(share) - 1))
+    looked_at = (np.arange(len(share)) <= deepest) & (share >= LEAST_SIGNAL)
+    return np.where(looked_at, share**MADE_UP, np.nan)
 
 
 def signal_share(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArray:

@@ -69,8 +69,10 @@ class IceFrog:
         slowdown: float = Field(
             default=0.9, gt=0.0, le=1.0, description="speed of a sharer that is reckoned with, 1 = alone"
         )
-        penalty: Literal["tuner", "freezeout"] = Field(
-            default="tuner", description="freeze by the frozen penalty, or by the tuned FreezeOut schedule (ablation)"
+        penalty: Literal["tuner", "freezeout", "signal"] = Field(
+            default="tuner",
+            description="freeze by the frozen penalty (Eq. 3), by the share of the signal that is left to train, or by the "
+            "tuned FreezeOut schedule (ablation)",
         )
         throughput: Literal["layer-aware", "ddp-only"] = Field(
             default="layer-aware", description="ddp-only: sharded jobs are priced as data-parallel ones (ablation)"

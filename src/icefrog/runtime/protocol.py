@@ -55,9 +55,10 @@ class Grant(_Frozen):
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: max_fraction alone bounds it")
     max_fraction: float = Field(default=0.9, ge=0, le=1)
     rule: RuleName = Field(default="tuner", description="the job file's")
-    freezing: Literal["none", "tuner", "freezeout"] = Field(
+    freezing: Literal["none", "tuner", "freezeout", "signal"] = Field(
         default="tuner",
-        description="the rule that the scheduler's policy reckons with; freezeout: the job must follow it",
+        description="the rule that the scheduler's policy reckons with; freezeout: the job must follow it; signal: as "
+        "tuner, the job follows its own",
     )
     shared: bool = False
     target: Target | None = None

@@ -1,8 +1,8 @@
 """The catalogue of models: layers, costs, gradient statistics and task of each, with where every number comes from.
 
-Read from four files of this package when asked for: ``tasks.yaml`` (by hand), ``catalogue.json`` (counted from the
-architectures), ``fitted_pollux.json`` and ``gradient_totals.json`` (fitted to public measurements), ``layer_split.json``
-(measured at small scale).
+Read from files of this package when asked for: ``tasks.yaml`` (by hand), ``catalogue.json`` (counted from the
+architectures), ``fitted_pollux.json`` and ``gradient_totals.json`` (fitted to public measurements), ``layer_split.json``,
+``signal_split.json`` and ``frozen_worth.json`` (measured at small scale).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from icefrog.spec import Target
 from icefrog.workloads import modelled
 from icefrog.workloads.classes import CLASSES, GpuTimeClass
 from icefrog.workloads.gradients import GradientCurves, load_split, load_totals, own_totals
+from icefrog.workloads.worth import FrozenWorth
 
 GPU_TYPE = "a100"
 """What every profile is for: the nearest to the paper's A800 that public measurements exist of."""
@@ -69,6 +70,7 @@ class GradientSource(_Frozen):
 
     totals: str | None
     split: str
+    worth: Literal["cnn", "transformer", "finetune"] = "cnn"
 
 
 class Task(_Frozen):
@@ -193,7 +195,7 @@ class Catalogue(Mapping[str, Workload]):
 def load_catalogue() -> Catalogue:
     """The catalogue that comes with the package."""
     root = resources.files("icefrog.workloads")
-    names = ("catalogue", "fitted_pollux", "gradient_totals", "layer_split")
+    names = ("catalogue", "fitted_pollux", "gradient_totals", "layer_split", "signal_split", "frozen_worth")
     files = {name: json.loads((root / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     files["tasks"] = yaml.safe_load((root / "tasks.yaml").read_text(encoding="utf-8"))
     return Catalogue(files)
@@ -321,7 +323,14 @@ def _curves(
     else:
         totals = load_totals(files["gradient_totals"]["applications"][task.gradients.totals])
     weights = np.array([layer["param_bytes"] for layer in layers], dtype=np.float64)
-    return GradientCurves(totals, load_split(family), provenance, weights / weights.sum())
+    return GradientCurves(
+        totals,
+        load_split(family),
+        provenance,
+        weights / weights.sum(),
+        np.array(files["signal_split"]["families"][task.gradients.split]["signal_share"]),
+        FrozenWorth.of(files["frozen_worth"]["kinds"][task.gradients.worth]),
+    )
 
 
 def _powers(span: Range) -> list[int]:

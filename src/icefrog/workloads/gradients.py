@@ -12,11 +12,14 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from icefrog.profile import FloatArray
+
+if TYPE_CHECKING:
+    from icefrog.workloads.worth import FrozenWorth
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,16 @@ class GradientCurves:
     """Statistics of one task for any batch; for any number of layers where ``param_share`` is None.
 
     ``param_share`` (L,) is how the task's own model spreads its parameters over its layers; used where the split is carried
-    over per parameter.
+    over per parameter. ``signal_share`` (P, U) is how G . P G (P: the optimizer's preconditioner) was spread over the units
+    of the small network; carried over unit by unit. ``worth``: what a step with a frozen prefix is worth in such trainings.
     """
 
     totals: Totals
     split: LayerSplit
     provenance: str
     param_share: FloatArray | None = None
+    signal_share: FloatArray | None = None
+    worth: FrozenWorth | None = None
 
     @cached_property
     def _bound(self) -> dict[tuple[int, int], LayerCurves]:
@@ -135,6 +141,11 @@ class LayerCurves:
     def _sqr_share(self) -> FloatArray:
         return self._spread(self.curves.split.sqr_share)
 
+    @cached_property
+    def _signal_share(self) -> FloatArray:
+        assert self.curves.signal_share is not None
+        return _spread(self.curves.signal_share, self.num_layers)
+
     def _spread(self, share: FloatArray) -> FloatArray:
         measured, own = self.curves.split.param_share, self.curves.param_share
         if measured is None or own is None:
@@ -168,6 +179,15 @@ class LayerCurves:
         """|G|^2 by layer, shape (L,)."""
         now = min(max(progress, 0.0), 1.0)
         return self.curves.totals.sqr_norm(now, self._log_batch) * _row(self._sqr_share, now)
+
+    def signal(self, progress: float) -> FloatArray:
+        """Shares of G . P G by layer, shape (L,), of the run without freezing."""
+        return _row(self._signal_share, min(max(progress, 0.0), 1.0))
+
+    def worth(self, depth: float, start: float) -> float:
+        """Of a step with the first ``depth`` (0..1) of the layers frozen since progress ``start``: measured, 0..1."""
+        assert self.curves.worth is not None
+        return self.curves.worth.worth(depth, start)
 
     def _frozen_ratio(self, now: float, start: float, depth: float) -> FloatArray:
         split = self.curves.split

@@ -17,9 +17,11 @@ import numpy as np
 from icefrog.estimate import freezeout, occupancy
 from icefrog.estimate.boundary import Standing, dwells, imposed_depth, is_worth_moving
 from icefrog.estimate.full_layers import full_step_s
+from icefrog.estimate.progress import offered_worth
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
+from icefrog.executors.sim.convergence import Prefix, moved
 from icefrog.executors.sim.truth import TrueJob, WorldConfig
 from icefrog.profile import FloatArray
 from icefrog.spec import ClusterSpec
@@ -27,7 +29,6 @@ from icefrog.types import GpuId
 
 _REPORTED_DIGITS = 4
 _SAME_TIME_S = 1e-6
-_LEAST_PSI = 1e-6  # a frozen depth with nothing left to learn still ends some day
 _NOTHING: FloatArray = np.zeros((0, 0))
 _SIMULATED_RULES = ("tuner", "freezeout")  # jobs that freeze by another rule of their own train whole here
 
@@ -72,9 +73,11 @@ class SimJob:
         self._interval_end = self._interval_samples
         self._checkpoint = (0.0, 0.0, 0.0)
         self._frozen_since = 0.0  # true progress when the boundary was put in force
+        self._prefix: Prefix = ()
         self._moved_at = -np.inf  # samples processed when it last moved
         self._seen_v: FloatArray | None = None
         self._seen_g: FloatArray | None = None
+        self._seen_signal: FloatArray | None = None  # shares of G . P G; of frozen layers as they froze
         self.frozen = 0
         self.psi = 1.0
         self.reason = ""
@@ -233,7 +236,7 @@ class SimJob:
         if self._batches[self._way] != self.spec.batch.initial:
             worth = float(self._efficiency(self._true_v, self.truth.sqr_norm(self.progress))[self._way])
             believed = float(self._efficiency(self._seen_v, self._seen_g)[self._way])
-        self.rate = Rate(samples, samples * self._true_psi() * worth, samples * self.psi * believed)
+        self.rate = Rate(samples, samples * self._true_worth() * worth, samples * self.psi * believed)
 
     def remaining_s(self, now_s: float) -> float | None:
         """True service time left, were it to run as it was logged; for a job without a logged time, samples left."""
@@ -276,9 +279,10 @@ class SimJob:
         """argmax of E over the depths and batches that the grant allows, on what the job itself has seen."""
         assert self.grant is not None
         low, high = self._bounds(self.grant)
-        psi = penalties(self._estimate, self._seen_v)
+        psi = self._penalties(self.grant)
         depth, way, self.reason = low, self._way, "the grant leaves one depth"
-        if "freezeout" in (self.grant.freezing, self.spec.freeze.rule):
+        scheduled = "freezeout" in (self.grant.freezing, self.spec.freeze.rule)
+        if scheduled:
             low, high = self._scheduled(low, high)
             depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self._promised:.0%}"
         if low < high or (len(self._ways) > 1 and self._seen_g is not None):
@@ -288,6 +292,14 @@ class SimJob:
             self._move_boundary(depth)
             self._moved_at = self.samples
         self.psi = float(psi[depth]) if np.isfinite(psi[depth]) else 1.0
+        if scheduled:
+            self.psi = self.truth.convergence.as_tuned(self._prefix, self._true_v, self.psi)
+
+    def _penalties(self, grant: Grant) -> FloatArray:
+        """psi of every depth as the job believes it, shape (L + 1,)."""
+        if grant.freezing == "signal" and self._seen_signal is not None:
+            return offered_worth(self._seen_signal)
+        return penalties(self._estimate, self._seen_v)
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
         """The one depth that the schedule leaves: it never opens a layer again."""
@@ -299,12 +311,13 @@ class SimJob:
     def _schedule_of_its_own(self) -> freezeout.Schedule:
         """FreezeOut's, the best at the job's request and first batch, on the curves of the run without freezing.
 
-        The world's own curves: more than any live system could know when a job starts. It favours the policies that use it.
+        The world's own truth: more than any live system could know when a job starts. It favours the policies that use it.
         """
         table = self._table(((self.spec.requested_gpus, self.truth.request_nodes),), (self.spec.batch.initial,))
         deepest = max_frozen_layers(self._num_layers, self.spec.freeze.max_fraction)
         speed = table.throughput[0].max(axis=0, initial=0.0)[: deepest + 1]
-        return freezeout.choose(speed, lambda progress: self.truth.variance(progress, 0.0, 0))
+        penalty = self.truth.convergence.schedule_penalty(lambda progress: self.truth.variance(progress, 0.0, 0))
+        return freezeout.tuned(speed, self._num_layers, penalty)
 
     def _bounds(self, grant: Grant) -> tuple[int, int]:
         own = self.spec.freeze
@@ -370,6 +383,7 @@ class SimJob:
         if depth > self.frozen:
             self._stored_v[self.frozen : depth] = self._look()[self.frozen : depth]
         self.frozen, self._frozen_since = depth, self.progress
+        self._prefix = moved(self._prefix, depth, self.progress)
         self._true_v = self._look()
 
     def _observe(self) -> None:
@@ -383,17 +397,24 @@ class SimJob:
             if self._seen_g is not None:
                 norm[: self.frozen] = self._seen_g[: self.frozen]
             self._seen_g = norm
+        if self.grant is not None and self.grant.freezing == "signal":
+            self._seen_signal = self._look_at_signal()
+
+    def _look_at_signal(self) -> FloatArray:
+        """Frozen layers keep the share that they had when they froze; the others divide the rest as without freezing."""
+        live = (self.truth.signal(self.progress) * self._sampling_error())[self.frozen :]
+        kept = self._seen_signal[: self.frozen] if self._seen_signal is not None else np.zeros(0)
+        if len(kept) < self.frozen:  # frozen under another rule
+            kept = self.truth.signal(self.progress)[: self.frozen]
+        return np.concatenate((kept, live / live.sum() * max(1.0 - float(kept.sum()), 0.0)))
 
     def _sampling_error(self) -> FloatArray:
         """Factors on what one look at the gradients tells of each layer, shape (L,)."""
         return np.exp(self._config.stats_noise * self._rng.standard_normal(self._num_layers))
 
-    def _true_psi(self) -> float:
-        """psi of the truth (Eq. 3), taken as constant until the next look at the gradients."""
-        if self.frozen == 0:
-            return 1.0
-        kept = float(self._true_v[self.frozen :].sum())
-        return max(kept / (float(self._true_v[: self.frozen].sum()) + kept), _LEAST_PSI) if kept > 0.0 else _LEAST_PSI
+    def _true_worth(self) -> float:
+        """Of a sample, since layers are frozen."""
+        return self.truth.convergence.worth(self._prefix, self._true_v) if self._prefix else 1.0
 
     def _efficiency(self, variance: FloatArray | None, sqr_norm: FloatArray | None) -> FloatArray:
         """EFF(M) = (phi + M0) / (phi + M) of every way; 1 where phi is not known."""
@@ -429,6 +450,7 @@ class SimJob:
             util_pct=round(util_pct, 1),
             variance=_short(self._seen_v) if useful else None,
             sqr_norm=_short(self._seen_g) if moves else None,
+            signal=_short(self._seen_signal) if useful else None,
             reason=self.reason,
         )
 

@@ -19,7 +19,7 @@ from icefrog.candidates import min_nodes
 from icefrog.copying import copied
 from icefrog.estimate.tuner import TunerRule, TunerTable
 from icefrog.executors.sim.job import SimJob
-from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig
+from icefrog.executors.sim.truth import Curves, TrueJob, WorldConfig, convergence_of
 from icefrog.lazymap import LazyMap
 from icefrog.profile import (
     ComputeCurve,
@@ -107,7 +107,8 @@ class World:
         )
         split = self._split(profile.num_layers, rng)
         total = float(spec.max_epochs * profile.samples_per_epoch)
-        return TrueJob(spec, truth, estimate, curves, split, total, request_nodes(spec, self.cluster))
+        convergence = convergence_of(job_id, curves, profile.num_layers, self.config)
+        return TrueJob(spec, truth, estimate, curves, split, total, request_nodes(spec, self.cluster), convergence)
 
     def _split(self, num_layers: int, rng: np.random.Generator) -> FloatArray:
         """Factors on the catalogue's variances; the last draw of a job, so that nobody misses it where there are none."""
