@@ -1,6 +1,6 @@
 """Puts together src/icefrog/workloads/frozen_worth.json: what a step with a frozen prefix was worth in real trainings.
 
-    python scripts/frozen_worth.py [ROWS.jsonl ...]
+    python scripts/frozen_worth.py [ROWS.jsonl ...] [--starts 0,0.125,0.3333,0.6667]
 
 reads the rows of ``scripts/evidence/layer_elasticity.py`` (by default those of docs/evidence/data) and prints the tables of
 docs/evidence/frozen-worth.md. Every run counts that stayed at one frozen depth from some step on, with the control of the
@@ -15,14 +15,15 @@ same task, target and seed, and so do the runs of the development seeds that doc
 * Geometric means over the runs of a task, at most 1 (a frozen run that was faster is taken for luck, or for less
   overfitting), then over the tasks: no task counts for more because it was run more often.
 * Depths (share of the units) are rounded *down* to DEPTHS, so that the table is rather too pessimistic; starts (progress of
-  the control at the freeze) to the nearest of STARTS. Where a deeper prefix came out better, it counts as the shallower one.
+  the control at the freeze) to the nearest of the ``starts``. Where a deeper prefix came out better, it counts as the
+  shallower one.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -56,7 +57,6 @@ NOTED = (
 """Runs of the development seeds that are written down on that page only: task, seed, control, interval, frozen runs.
 The page has a learning rate or a target of its own for each of the last five."""
 DEPTHS = (0.25, 0.5, 0.6, 0.75)
-STARTS = (0.0, 1 / 3, 2 / 3)
 LEAST_VALIDATIONS = 3
 CONSTANT_RULES = ("fixed", "progress")
 """Rules that train layers either as they are or not at all (FreezeOut anneals them)."""
@@ -151,13 +151,13 @@ def noted_runs() -> list[Run]:
     return [run for run in found if run is not None]
 
 
-def table(runs: list[Run]) -> dict[str, Any]:
+def table(runs: list[Run], starts: list[float]) -> dict[str, Any]:
     """The JSON, without its runs."""
     kinds: dict[str, Any] = {}
     for kind in ("finetune", "cnn", "transformer"):
         curves = []
-        for start in STARTS:
-            here = [r for r in runs if KINDS[r.task][0] == kind and _nearest(r.start) == start]
+        for start in starts:
+            here = [r for r in runs if KINDS[r.task][0] == kind and _nearest(r.start, starts) == start]
             cells = [_cell(depth, [r for r in here if _knot(r.depth) == depth]) for depth in DEPTHS]
             known = [cell for cell in cells if cell is not None]
             if known:
@@ -191,8 +191,8 @@ def _mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _nearest(start: float) -> float:
-    return min(STARTS, key=lambda knot: abs(knot - start))
+def _nearest(start: float, starts: list[float]) -> float:
+    return min(starts, key=lambda knot: abs(knot - start))
 
 
 def _knot(depth: float) -> float | None:
@@ -201,14 +201,19 @@ def _knot(depth: float) -> float | None:
 
 def main() -> None:
     """Read, write, print."""
-    files = [Path(name) for name in sys.argv[1:]] or sorted(DATA.glob("layer-elasticity*.jsonl"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", type=Path, default=sorted(DATA.glob("layer-elasticity*.jsonl")))
+    parser.add_argument(
+        "--starts", default="0,0.125,0.3333,0.6667", help="progress at which curves over the depth are made"
+    )
+    args = parser.parse_args()
     runs = [
         run
-        for file in files
+        for file in args.rows
         for run in runs_of([json.loads(line) for line in file.read_text().splitlines()], file.name)
     ]
     runs += noted_runs()
-    kinds = table(runs)
+    kinds = table(runs, [float(start) for start in args.starts.split(",")])
     document = {
         "schema": 1,
         "about": "written by scripts/frozen_worth.py from trainings of docs/evidence/data; worth of a step with the first "

@@ -26,9 +26,9 @@ from icefrog.types import Config
 MADE_UP = 0.5
 """Exponent of the share."""
 MAX_SHARE = 0.5
-"""Most layers frozen, share of all, and"""
+"""Most layers frozen, share of all: the default of the rule."""
 LEAST_SIGNAL = 0.6
-"""share of the signal that must be left: the rule's defaults for layers of which it does not know that they had learnt."""
+"""Share of the signal that must be left: the default of the rule where layers are not known to have learnt."""
 
 
 def signal_worth(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArray:
