@@ -120,6 +120,31 @@ def on_a_lost_node(found: Lines) -> None:
     found.insert(index, {"kind": "node_down", "time_s": found[index]["time_s"], "node": found[index]["gpus"][0][0]})
 
 
+def kept_on_a_lost_node(found: Lines) -> None:
+    index = first(found, "job_started")
+    later = next(i for i, line in enumerate(found) if line["time_s"] > found[index]["time_s"])
+    start = next(line for line in found if line["kind"] == "start" and line["job_id"] == found[index]["job_id"])
+    found.insert(later, {"kind": "node_down", "time_s": found[later]["time_s"] - 1e-3, "node": start["gpus"][0][0]})
+
+
+def spread_out(found: Lines) -> None:
+    line = next(line for line in found if line["kind"] == "start" and 1 < len(line["gpus"]) <= 4)
+    line["gpus"] = [[1 - line["gpus"][0][0], 3], *line["gpus"][1:]]
+
+
+def of_another_attempt(kind: str) -> Callable[[Lines], None]:
+    def change(found: Lines) -> None:
+        found[first(found, kind)]["attempt"] += 1
+
+    return change
+
+
+def counting_back(found: Lines) -> None:
+    reports = [line for line in found if line["kind"] == "progress_reported"]
+    last = next(line for line in reversed(reports) if line["job_id"] == reports[0]["job_id"])
+    last["effective_samples"] = reports[0]["effective_samples"] - 1.0
+
+
 def back_in_time(found: Lines) -> None:
     found[-1]["time_s"] = 0.0
 
@@ -151,10 +176,15 @@ def test_a_partner_may_be_alone_before_the_other_has_left_but_not_for_a_second()
         (elsewhere, "not there"),
         (on_a_lost_node, "not there"),
         (back_in_time, "time goes back"),
+        (kept_on_a_lost_node, "out of service"),
+        (spread_out, "granted as 1 nodes"),
+        (of_another_attempt("job_finished"), "leaves as attempt 2"),
+        (of_another_attempt("progress_reported"), "reports for attempt"),
+        (counting_back, "effective samples after"),
     ],
 )
 def test_a_log_that_breaks_a_law_is_noticed(change: Callable[[Lines], None], message: str) -> None:
-    found = lines(run("fifo"))
+    found = lines(run("optimus" if change is counting_back or "reports" in message else "fifo"))
     change(found)
     assert any(message in what for what in audited(found).broken)
 

@@ -12,6 +12,7 @@ from icefrog import events as ev
 from icefrog.driver import VirtualClock
 from icefrog.executors.sim import SimExecutor, World, WorldConfig
 from icefrog.executors.sim.world import sharing_speed
+from icefrog.profile import OccupancyParams
 from icefrog.state import ClusterState
 from icefrog.testing.builders import cluster, gpus, grant
 
@@ -132,6 +133,25 @@ def test_three_on_a_gpu_is_a_fault_and_not_a_simulation() -> None:
     bench.start(bench.ids[1], shared=True)
     with pytest.raises(AssertionError, match="is held by"):
         bench.start(bench.ids[2], shared=True)
+
+
+@pytest.mark.parametrize("regrant_first", [False, True])
+def test_a_pair_of_which_one_is_told_to_freeze_fits_whatever_comes_first(regrant_first: bool) -> None:
+    """The job that runs needs 95 % of the memory as it is, and a quarter at the depth that the same decision grants it."""
+    work = workload(2, span_s=1.0, max_gpus=1)
+    whole = cluster(1, 4).gpu_mem_bytes
+    heavy = OccupancyParams(mem_bytes=(0.1 * whole, 0.0, 0.85 * whole, 0.0), util_pct=(30.0, 0.0, 0.0, 0.0))
+    profiles = {name: profile.model_copy(update={"occupancy": heavy}) for name, profile in work.profiles.items()}
+    bench = Bench(replace(work, profiles=profiles))
+    early, late = bench.ids
+    bench.start(late)
+    bench.drain(until_s=bench.clock.now_s())
+    deep = {"batch_per_gpu": 256, "min_frozen_layers": 10, "max_frozen_layers": None}
+    half, now_s = grant(1, shared=True).model_copy(update=deep), bench.clock.now_s()
+    start = ev.Start(time_s=now_s, job_id=early, attempt=1, gpus=gpus(1), grant=half)
+    regrant = ev.Regrant(time_s=now_s, job_id=late, attempt=1, grant=half)
+    bench.executor.submit([regrant, start] if regrant_first else [start, regrant])
+    assert [type(event) for event in bench.drain(until_s=now_s)] == [ev.JobStarted]
 
 
 def test_a_simulation_is_not_taken_up_from_a_log() -> None:

@@ -259,6 +259,18 @@ def test_a_pair_that_overflows_in_truth_loses_its_later_job() -> None:
     assert all("out of GPU memory" in record.reason for record in crashes)
 
 
+def test_pairs_that_fit_by_freezing_fit_in_a_world_that_is_as_estimated() -> None:
+    work = workload(40, span_s=3600.0, max_gpus=2)
+    occupancy = OccupancyParams(mem_bytes=(1e9, 0.0, 70e9, 0.0), util_pct=(10.0, 0.0, 20.0, 0.0))
+    heavy = {name: profile.model_copy(update={"occupancy": occupancy}) for name, profile in work.profiles.items()}
+    settings = SimSettings(world=WorldConfig(noise=0.0, occupancy_noise=0.0, stats_noise=0.0), check=True)
+    result = simulate(
+        icefrog_scenario(work.specs, heavy, work.curves, cluster(1, 4), settings), "icefrog", None, settings
+    )
+    assert any(isinstance(record, ev.Regrant) and record.grant.shared for record in result.records)
+    assert not any(isinstance(record, ev.JobCrashed) for record in result.records)
+
+
 def test_a_job_larger_than_the_cluster_is_refused_and_blocks_nobody() -> None:
     work = workload(10)
     huge = work.specs[0].model_copy(

@@ -89,8 +89,9 @@ def audit(lines: Iterable[Line], gpus_per_node: Sequence[int], restart_s: float 
 
     Checked on the way (``broken`` tells): time never goes back; a job is submitted once, ends once, and nothing is heard of
     it afterwards; an attempt starts on the GPUs of its own command, all different, all there, in the number granted, while
-    the job holds no others; a GPU has one holder, or two that share it, for any length of time; only who holds GPUs reports,
-    and leaves them; no GPU of a node that is out of service is given away.
+    the job holds no others, on as many nodes as its grant says; a GPU has one holder, or two that share it, for any length
+    of time; only the attempt that holds GPUs reports, never less than before, and leaves them; no GPU of a node that is out
+    of service is given away, or kept for any length of time.
 
     Args:
         lines: in order.
@@ -113,6 +114,7 @@ class _Auditor:
         self._gpu_since: dict[tuple[int, int], float] = {}
         self._changed: set[tuple[int, int]] = set()  # GPUs, in this instant
         self._down: set[int] = set()
+        self._lost: set[int] = set()  # of those, in this instant
         self._now_s = float("-inf")
 
     def run(self, lines: Iterable[Line]) -> Audit:
@@ -136,8 +138,12 @@ class _Auditor:
     def _take(self, line: Line, kind: str) -> None:
         if kind in ("tick", "plan_decided"):
             return
-        if kind in ("node_down", "node_up"):
-            (self._down.add if kind == "node_down" else self._down.discard)(line["node"])
+        if kind == "node_down":
+            self._down.add(line["node"])
+            self._lost.add(line["node"])
+            return
+        if kind == "node_up":
+            self._down.discard(line["node"])
             return
         if kind == "job_submitted":
             self._submitted(line["job"], line["time_s"])
@@ -178,6 +184,8 @@ class _Auditor:
         shared, now_s = bool(command["grant"]["shared"]), line["time_s"]
         if len(set(gpus)) != len(gpus) or len(gpus) != command["grant"]["num_gpus"]:
             self._broken(f"{job_id} starts on {gpus}, granted {command['grant']['num_gpus']}")
+        if len({node for node, _ in gpus}) != command["grant"]["num_nodes"]:
+            self._broken(f"{job_id} starts on {gpus}, granted as {command['grant']['num_nodes']} nodes")
         for node, device in gpus:
             if not (0 <= node < len(self._sizes) and 0 <= device < self._sizes[node]) or node in self._down:
                 self._broken(f"{job_id} starts on {(node, device)}, which is not there")
@@ -210,7 +218,13 @@ class _Auditor:
             self._changed.add(gpu)
 
     def _look(self) -> None:
-        """An instant is over: who holds what? Within it a job may be told that it is alone before its partner leaves."""
+        """An instant is over: who holds what? Within it a job may be told that it is alone before its partner leaves, and a
+        node goes before those on it."""
+        for node in sorted(self._lost):
+            kept = [gpu for gpu, holders in self._holders.items() if gpu[0] == node and holders]
+            if kept and node in self._down:
+                self._broken(f"{kept[0]} is held by {', '.join(self._holders[kept[0]])}, and out of service")
+        self._lost.clear()
         for gpu in sorted(self._changed):
             holders = self._holders[gpu]
             if len(holders) > 2 or (len(holders) == 2 and not all(holders.values())):
@@ -237,6 +251,11 @@ class _Auditor:
         if attempt is None:
             self._broken(f"{job_id} reports, and holds no GPU")
             return
+        if attempt.number != line["attempt"]:
+            self._broken(f"{job_id} reports for attempt {line['attempt']}, and attempt {attempt.number} holds its GPUs")
+            return
+        if line["effective_samples"] < attempt.told[1]:
+            self._broken(f"{job_id} reports {line['effective_samples']} effective samples after {attempt.told[1]}")
         if attempt.rate is not None and job.promised:
             told_s, told = attempt.told
             promised = min(told + attempt.rate * (line["time_s"] - told_s), job.promised)  # no job counts more than P0
@@ -262,6 +281,8 @@ class _Auditor:
             if line["kind"] == "job_finished":
                 self._broken(f"{job_id} finishes, and holds no GPU")
             return
+        if attempt.number != line["attempt"]:
+            self._broken(f"{job_id} leaves as attempt {line['attempt']}, and attempt {attempt.number} holds its GPUs")
         self._count(job, attempt, now_s)
         if job.starts > 1:
             job.restarting_s += min(now_s - attempt.up_s, self._restart_s)

@@ -65,16 +65,21 @@ class SimExecutor:
             job = self._jobs[command.job_id]
             if command.kind in ("preempt", "stop", "resize") and job.holds:
                 self._ready.append(self._stop(job, now_s))
+        changed: list[SimulatedJob] = []
         for command in commands:
             job = self._jobs[command.job_id]
             if command.kind == "start" or command.kind == "resize":
                 if command.attempt > job.attempt:
-                    self._ready += self._start(job, command, now_s)
+                    self._ready.append(self._start(job, command, now_s))
+                    changed.append(job)
             elif command.kind == "regrant" and command.attempt == job.attempt and job.holds:
                 job.advance(now_s)
                 job.regrant(now_s, command.grant)
                 self._retime(job, now_s)
-                self._ready += self._overflow(job, now_s)
+                changed.append(job)
+        # Last: a job may start beside one that is told only now to freeze so deep that both fit.
+        for job in changed:
+            self._ready += self._overflow(job, now_s)
 
     def poll(self, until_s: float) -> list[ev.Event]:
         """All that happens at the next time at which something happens, if that is not later than ``until_s``."""
@@ -131,7 +136,7 @@ class SimExecutor:
         report = job.report(now_s)
         return [*([report] if report is not None else []), *self._overflow(job, now_s)]
 
-    def _start(self, job: SimulatedJob, command: ev.Start | ev.Resize, now_s: float) -> list[ev.Event]:
+    def _start(self, job: SimulatedJob, command: ev.Start | ev.Resize, now_s: float) -> ev.JobStarted:
         for gpu in command.gpus:
             self._holders.setdefault(gpu, []).append(job)
         job.start(now_s, command.attempt, command.gpus, command.grant)
@@ -140,8 +145,7 @@ class SimExecutor:
             rate_per_s = self._world.failures_per_gpu_h * len(job.gpus) / 3600.0
             after_s = float(self._failures[job.job_id].exponential(1.0 / rate_per_s))
             self._schedule(now_s + after_s, job.job_id, _FAIL, job.attempt)
-        started = ev.JobStarted(time_s=now_s, job_id=job.job_id, attempt=job.attempt, total_samples=job.total_samples)
-        return [started, *self._overflow(job, now_s)]
+        return ev.JobStarted(time_s=now_s, job_id=job.job_id, attempt=job.attempt, total_samples=job.total_samples)
 
     def _stop(self, job: SimulatedJob, now_s: float) -> ev.JobStopped:
         job.advance(now_s)
