@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,3 +159,37 @@ def test_what_only_reads_is_let_in(tmp_path: Path) -> None:
     start_s = time.monotonic()
     assert CheckpointStore(tmp_path).newest_valid() is None
     assert time.monotonic() - start_s < 1.0
+
+
+def test_a_folder_that_was_deleted_is_locked_anew(tmp_path: Path, soon: None) -> None:
+    """The lock on a file that is gone keeps nobody out."""
+    folder = tmp_path / "job"
+    lock, me = FolderLock(folder), object()
+    lock.take(me)
+    shutil.rmtree(folder)
+    lock.check(me)  # the next save
+    told = subprocess.run(
+        [sys.executable, "-c", _TRY, str(folder / ".lock")], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout == "held"
+    shutil.rmtree(folder)
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(UserError, match="another job keeps its checkpoints"):
+            lock.check(me)
+    finally:
+        other.kill()
+        other.wait()
+    lock.release(me)
+
+
+_TRY = """
+import fcntl, sys
+try:
+    fcntl.lockf(open(sys.argv[1], "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    print("free", end="")
+except OSError:
+    print("held", end="")
+"""

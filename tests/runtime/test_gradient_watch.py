@@ -95,6 +95,54 @@ def test_a_layer_that_changes_all_the_time_stays_hooked(watched: Watched) -> Non
     assert watched.step() == [ONCE[0], (0, ["first.weight"])]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_another_order_is_noticed_where_gradients_are_zeroed_in_place(watched: Watched, *, clips: bool) -> None:
+    def step() -> tuple[list[tuple[int, list[str]]], bool]:
+        watched.calls = []
+        watched.model.zero_grad(set_to_none=False)
+        watched.model(torch.ones(2, 4)).sum().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(watched.model.parameters(), 0.1)
+        return watched.calls, watched.watch.step_over()
+
+    assert step() == (EACH, False)
+    assert step() == (ONCE, False)
+    watched.model[0].order = ("second", "first")
+    assert step() == (ONCE, True)  # the second one's gradient came later
+    assert step() == ([ONCE[0], (0, ["first.weight"]), (0, ["second.weight"])], False)
+    assert step() == (ONCE, False)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_statistics_where_the_order_changes(*, set_to_none: bool) -> None:
+    """What the copy of a step's gradients lacks is never taken for zero."""
+    torch.manual_seed(0)
+    block = Block()
+    model = nn.Sequential(block, nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    elastic = LayerElastic(model, optimizer, [[block], [model[1]]], rule="none", stats_every=1, env={})
+    seen: list[tuple[int, float]] = []
+    observe = elastic._engine.tracker.observe
+    elastic._engine.tracker.observe = lambda variance, *rest: (  # type: ignore[method-assign]
+        seen.append((step, variance[0])),  # type: ignore[func-returns-value]
+        observe(variance, *rest),
+    )[1]
+    grads: list[list[torch.Tensor]] = []
+    for step in range(9):
+        block.order = ("first", "second") if step < 4 else ("second", "first")
+        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.arange(8) % 2).backward()
+        grads.append([param.grad.clone() for param in block.parameters()])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    elastic.close()
+    assert len(seen) >= 6
+    for at, variance in seen:
+        pairs = zip(grads[at], grads[at - 1], strict=True)
+        assert variance == pytest.approx(
+            8 / 2 * sum(float((now - last).square().sum()) for now, last in pairs), rel=1e-5
+        )
+
+
 def test_a_parameter_that_is_not_used_in_each_step() -> None:
     """Its gradient is compared with that of the step before, never with an older one."""
     torch.manual_seed(0)

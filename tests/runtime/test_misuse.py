@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,3 +318,56 @@ def clip_between_ranks(clips: bool) -> list[str]:
 def test_clipping_is_told_between_ranks(ranks: Ranks) -> None:
     assert [len(found) for found in ranks.run(clip_between_ranks, True)] == [1, 0]  # rank 0 speaks
     assert ranks.run(clip_between_ranks, False) == [[], []]
+
+
+def test_a_second_one_on_the_same_model_is_refused_until_the_first_is_closed() -> None:
+    model = models.mlp()
+    first = LayerElastic(model, torch.optim.SGD(model.parameters(), lr=0.1), rule="none", env={})
+    first.freeze(2)
+    with pytest.raises(UserError, match="model belongs to another LayerElastic"):
+        LayerElastic(model, torch.optim.SGD(model.parameters(), lr=0.1), rule="none", env={})
+    assert [param.requires_grad for param in model.parameters()] == [False] * 4 + [True] * 4
+    twin = copy.deepcopy(model)  # has nothing to do with it
+    LayerElastic(twin, torch.optim.SGD(twin.parameters(), lr=0.1), rule="none", env={}).close()
+    first.close()
+    LayerElastic(model, torch.optim.SGD(model.parameters(), lr=0.1), rule="none", env={}).close()
+
+
+def test_what_is_refused_leaves_the_model_free() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options in ({"lr_rule": "cube"}, {"rule": "nobody"}, {"parallel": "nobody"}, {"layers": ["nobody"]}):
+        with pytest.raises(UserError):
+            LayerElastic(model, optimizer, env={}, **options)  # type: ignore[arg-type]
+    LayerElastic(model, optimizer, env={}).close()
+
+
+def test_lazy_modules_are_refused_until_they_have_run() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"shapes of 0.weight, 0.bias are not known yet"):
+        LayerElastic(model, optimizer, env={})
+    model(torch.ones(2, 3))
+    LayerElastic(model, optimizer, env={}).close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroing_the_models_gradients_in_mid_accumulation_is_an_error(*, set_to_none: bool) -> None:
+    for sampled in (False, True):
+        elastic = made(accum_steps=3)
+        if sampled:
+            elastic.sampler(64, global_batch=16)
+        elastic.begin(2)
+        for micro in range(7):  # through the optimizer it waits
+            elastic.optimizer.zero_grad(set_to_none=set_to_none)
+            backward(elastic, 8 - micro % 2)
+            elastic.optimizer.step()
+        elastic.close()
+        elastic = made(accum_steps=3)
+        backward(elastic)
+        elastic.optimizer.step()
+        elastic.model.zero_grad(set_to_none=set_to_none)
+        with pytest.raises(UserError, match="zeroed or changed before all 3 micro-steps") as caught:
+            backward(elastic)
+        assert "optimizer.zero_grad()" in caught.value.hint
+        elastic.close()

@@ -87,3 +87,23 @@ def test_on_a_real_network_depth_never_falls_and_the_sums_are_the_gradients() ->
 def test_percentile_is_checked() -> None:
     with pytest.raises(UserError, match="percentile"):
         AutoFreeze(101)
+
+
+def test_what_the_optimizer_does_not_train_neither_counts_nor_stops_the_boundary() -> None:
+    torch.manual_seed(0)
+    model = models.mlp(depth=5)
+    trained = [*model[1][0].parameters(), *list(model[3].parameters())[:1], *model[4].parameters()]
+    elastic = LayerElastic(model, torch.optim.SGD(trained, lr=0.1), rule="none", env={})
+    rule = AutoFreeze()
+    for norms in ([10.0, 10.0, 10.0], [10.0, 14.0, 5.0]):
+        for layer in elastic.layers:
+            for param in layer.params.values():
+                param.grad = torch.full_like(param, float(torch.rand(())))
+        for group, norm in zip((model[1], model[3][0].weight, model[4]), norms, strict=True):
+            tensors = [group] if isinstance(group, nn.Parameter) else list(group.parameters())
+            for param in tensors:
+                param.grad = torch.full_like(param, norm / sum(other.numel() for other in tensors))
+        rule.observe(Hands(0, model, elastic.layers, 0, elastic.optimizer))
+        proposal = rule.propose(situation((1.0,) * 5))
+    assert proposal.frozen_layers == 3  # eta 0, .4, .5 of layers 1, 3, 4; layers 0 and 2 are free
+    elastic.close()

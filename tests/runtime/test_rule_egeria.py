@@ -138,3 +138,19 @@ def test_a_resumed_job_goes_on_with_the_same_reference() -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(UserError, match="is not a rule"):
         Egeria(window=1)
+
+
+def test_layers_that_the_optimizer_does_not_train_do_not_stop_the_boundary() -> None:
+    model = models.mlp(depth=4)
+    optimizer = torch.optim.SGD([*model[2].parameters(), *model[3].parameters()], lr=0.05)
+    rule = Egeria(evaluate_every=1, window=2, warmup_share=0.0)
+    elastic = LayerElastic(model, optimizer, rule=rule, env={}, samples_per_epoch=64)
+    elastic.begin(20)
+    elastic.decide()
+    models.train(elastic, optimizer, 3)
+    decision = elastic.decide()
+    assert decision.frozen_layers == 2, decision.reason
+    again = Egeria(evaluate_every=1, window=2, warmup_share=0.0)
+    again.load_state_dict(rule.state_dict())
+    assert again.propose(situation()).frozen_layers == 2
+    elastic.close()

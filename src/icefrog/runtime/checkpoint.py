@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from icefrog.runtime.folder_lock import FolderLock
+from icefrog.runtime.readable import read
 
 KEEP = 2
 # Seven counted digits behind a zero, so that a date (20231231.json) is not taken for ours.
@@ -134,9 +135,12 @@ class CheckpointStore:
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:
-    """The state of a verified checkpoint that one process wrote."""
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    return state
+    """The state of a verified checkpoint that one process wrote.
+
+    Raises:
+        UserError: it holds something else than plain values.
+    """
+    return read(path, device)
 
 
 def _number(path: Path) -> int:

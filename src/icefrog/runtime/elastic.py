@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
-from icefrog.profile import Profile
 from icefrog.runtime import saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
@@ -24,24 +23,24 @@ from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.epochs import NOT_BEGUN, check_epoch
 from icefrog.runtime.goal import Goal
 from icefrog.runtime.keeper import Keeper, open_store
-from icefrog.runtime.layers import Layer
 from icefrog.runtime.lr_rules import LrRule, LrScaling
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache, cache_folder
 from icefrog.runtime.probing import Probe
-from icefrog.runtime.protocol import Outcome
+from icefrog.runtime.refusing import refuse_model
 from icefrog.runtime.reporting import Counters, Reporter
 from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.stepping import StepGate, refuse_optimizer
-from icefrog.runtime.world import World, refuse_wrapped
+from icefrog.runtime.view import View
+from icefrog.runtime.world import World
 from icefrog.spec import Target
 
 
-class LayerElastic:
+class LayerElastic(View):
     """Makes a training loop layer-elastic.
 
     Args:
@@ -108,7 +107,7 @@ class LayerElastic:
         env: Mapping[str, str] | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        refuse_wrapped(model)
+        refuse_model(model)
         refuse_optimizer(model, optimizer)
         self.agent = Agent(os.environ if env is None else env)
         grant = self.agent.grant
@@ -133,15 +132,18 @@ class LayerElastic:
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         self.rule: FreezingRule = make_rule("none" if probe else rule or (grant.rule if grant else "tuner"), guards)
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
+        self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
+        with contextlib.ExitStack() as refused:  # the model is as it was then
+            refused.callback(self._engine.close)
+            self._decider = Decider(
+                self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
+            )
+            self._lr_scaling = LrScaling(lr_rule, base_batch, self._engine)
+            refused.pop_all()
         self._gate = StepGate(
             optimizer, self._engine.counting, self._on_micro, self._on_step, self._engine.forget_passes
         )
-        self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
-        self._decider = Decider(
-            self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
-        )
         self._at = Counters(samples_per_epoch=samples_per_epoch)
-        self._lr_scaling = LrScaling(lr_rule, base_batch, self._engine)
         self._registered: dict[str, Stateful] = {}
         if self._scaler is not None:
             self._scaler.attach(self._gate)
@@ -161,53 +163,7 @@ class LayerElastic:
         self.agent.listen()
         self._world.enter()
 
-    # --- what the user looks at
-
-    @property
-    def model(self) -> nn.Module:
-        """The module to call: the model itself in a single process, a wrapper of it under DDP."""
-        return self._engine.parallel.module
-
-    @property
-    def layers(self) -> list[Layer]:
-        """The freezable units in forward order."""
-        return self._engine.layers
-
-    @property
-    def frozen_layers(self) -> int:
-        """l: the boundary in force."""
-        return self._engine.freezer.frozen_layers
-
-    @property
-    def psi(self) -> float:
-        """What one sample is worth now, (0, 1]."""
-        return self._engine.psi
-
-    @property
-    def effective_samples(self) -> float:
-        """Progress so far: a step of M samples adds psi * M."""
-        return self._at.effective_samples
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._at.epoch
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        """a."""
-        return self._world.size
-
-    def profile(self) -> Profile | None:
-        """As measured so far; None before the first typical step, or before samples per epoch are known."""
-        size = self._at.samples_per_epoch or self._at.epoch_samples
-        largest = max(self.global_batch or 0, self._engine.counting.nominal_batch)
-        return self._engine.profiler.profile(size, largest) if size else None
+    # --- before the loop
 
     def sampler(self, num_samples: int, *, global_batch: int | None = None, seed: int = 0) -> ElasticSampler:
         """A batch sampler whose place in the epoch survives resizes: ``DataLoader(data, batch_sampler=...)``.
@@ -479,11 +435,6 @@ class LayerElastic:
     def saved(self, path: Path) -> None:
         """Report a checkpoint that other code wrote."""
         self._reporter.checkpointed(path, self._at.effective_samples, wait_s=0.0)
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """``completed``, ``target_missed``, or None while training goes on."""
-        return self._goal.outcome(self._at)
 
     def close(self) -> None:
         """Wait for the last checkpoint, give model and optimizer back as they were, leave a process group started here.

@@ -17,7 +17,7 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.estimate.penalty import GradientTracker, frozen_penalty
 from icefrog.profile import FloatArray
-from icefrog.runtime.clip_watch import ClipWatch
+from icefrog.runtime.accumulating import AccumulationWatch
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
 from icefrog.runtime.counting import Counting
 from icefrog.runtime.first_pass import FirstPass, training_flops
@@ -108,7 +108,7 @@ class Engine(HookOwner):
             *start_late_momentum(optimizer),
         ]
         self.build(layers)
-        self._clip_watch = ClipWatch(list(layers[-1].params.values())[-1], options.accum_steps)
+        self._accumulating = AccumulationWatch(list(layers[-1].params.values())[-1], options.accum_steps)
 
     def build(self, layers: list[Layer]) -> None:
         """(Re)make what depends on the layers; nothing may be frozen."""
@@ -183,7 +183,7 @@ class Engine(HookOwner):
             self._first_pass.end()
         if self.compiled is not None:
             self.compiled.close()
-        self._clip_watch.close()
+        self._accumulating.close()
         self.watch.close()
         self.timer.close()
         self.parallel.close()
@@ -200,6 +200,7 @@ class Engine(HookOwner):
     def abandon(self) -> None:
         """Forget what was accumulated and what waits; training goes on from another state."""
         self.counting.abandon()
+        self._accumulating.abandoned()
         self._waiting = None
         self.parallel.drop_gradients()
         self.statistics.reset()
@@ -310,6 +311,7 @@ class Engine(HookOwner):
     def _forward_start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is not self.inner or not torch.is_grad_enabled():
             return
+        self._accumulating.pass_begins()
         samples = batch_size((args, kwargs))
         self._see(samples, self.timer.backward_ran)
         if self._first_pass is None:
@@ -383,7 +385,7 @@ class Engine(HookOwner):
         Raises:
             UserError: the boundary moved between its forward and its backward pass, so ranks did not average gradients.
         """
-        message = self._clip_watch.micro_ended(self.counting.micro)
+        message = self._accumulating.micro_ended(self.counting.micro)
         samples = self.counting.end_micro(cursor)
         self.statistics.micro_step(samples)
         if self.counting.micro > 0:
@@ -393,6 +395,7 @@ class Engine(HookOwner):
             self.statistics.mean_is_ready()
         if self.options.accum_steps > 1:
             self._set_sync()
+        self._accumulating.micro_settled()
         return message
 
     def step(self, real_step: Callable[[], Any] | None, wishes: Wishes) -> tuple[Any, int, Wishes]:
@@ -409,7 +412,8 @@ class Engine(HookOwner):
             UserError: the batch size cannot be told from the model's input.
         """
         self.timer.step_enter()
-        self.watch.step_over()
+        if self.watch.step_over() and self.statistics.source == "steps":
+            self.statistics.skip()
         self.freezer.drop_prefix_grads()
         if self.counting.step_samples == 0:
             raise UserError(

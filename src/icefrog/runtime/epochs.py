@@ -6,9 +6,9 @@ from icefrog.errors import UserError
 from icefrog.runtime.reporting import Counters
 
 NOT_BEGUN = (
-    "end_epoch() without elastic.epochs(): nothing is resumed, and how long training will be is not known "
-    "(the tuner stays in its warm-up); write `for epoch in elastic.epochs(max_epochs)`, or call "
-    "elastic.begin(max_epochs) before the loop"
+    "end_epoch() without elastic.epochs(): nothing is resumed, and how long training will be is not known, so freezing "
+    "rules that go by the share of training that is done stay at its start; write "
+    "`for epoch in elastic.epochs(max_epochs)`, or call elastic.begin(max_epochs) before the loop"
 )
 
 

@@ -45,6 +45,11 @@ class FolderLock:
         """
         if self._pid != os.getpid():  # else it is locked already; a lock is not inherited
             self._file, self._pid = None, os.getpid()
+        elif self._file is not None and not self._in_place(
+            self._file
+        ):  # the folder was deleted, and is another's maybe
+            os.close(self._file)
+            self._file = None
         if self._file is None:
             self._file = self._lock()
         self._owner = owner
@@ -69,6 +74,13 @@ class FolderLock:
             file, self._file = self._file, None
             if file is not None and self._pid == os.getpid():
                 os.close(file)
+
+    def _in_place(self, file: int) -> bool:
+        """Whether the locked file is still the one in the folder, where others look."""
+        try:
+            return os.path.samestat(os.fstat(file), (self.folder / ".lock").stat())
+        except OSError:
+            return False
 
     def _lock(self) -> int | None:
         """The locked file; None: it cannot be made, or the file system has no locks."""

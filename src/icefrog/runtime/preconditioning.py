@@ -7,9 +7,9 @@ made of), so that a network of many small tensors costs few Python calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -17,7 +17,9 @@ from icefrog.runtime.shards import local_part
 
 Precondition = Literal["auto", "raw"]
 Tensors: TypeAlias = list[torch.Tensor]
-_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
+_SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum", "variance")
+_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
+"""Adafactor's, in PyTorch and in transformers: of a matrix v is the outer product of two means, over the mean of either."""
 _BLOCK = 65536
 """Elements that pass through all operations together on a CPU: they stay in its cache."""
 
@@ -55,6 +57,10 @@ class Preconditioner:
         optimizer: the state is looked at, never changed.
         mode: ``auto``: preconditioned where the optimizer keeps second moments; ``raw``: never.
         largest_over_ranks: of one number a parameter, where each rank holds a part of it.
+
+    Attributes:
+        active: gradients are divided. With the first state it may turn out that the optimizer keeps what we cannot read
+            (8-bit moments, a Hessian's diagonal); gradients are then taken as they are, all of them, from there on.
     """
 
     def __init__(
@@ -66,35 +72,36 @@ class Preconditioner:
         self.optimizer = optimizer
         adaptive = any(word in type(optimizer).__name__.lower() for word in ("ada", "rms", "lamb"))
         self.active = mode == "auto" and adaptive and not isinstance(optimizer, torch.optim.Adadelta)
+        self._known = False  # the optimizer has state, and it is of a kind that we know
         self._group = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         self._largest_over_ranks = largest_over_ranks
 
-    def scale(self, params: Sequence[torch.Tensor]) -> Scale | None:
+    def scale(self, params: Sequence[torch.Tensor]) -> Scale | Literal[False] | None:
         """What gradients of these parameters are divided by; None before the optimizer has state for all of them.
 
         An element that never had a gradient has v = 0; its first one would weigh 1e8-fold and drown all others for
         hundreds of steps. It is not measured (infinity) until v includes it. Where v is tiny beside the parameter's
         largest, a floor stops the same. The scale is common to all replicas' gradients and their mean, as the estimate
         of a variance needs: cutting each ratio off is not linear, and gave the rare rows of embeddings a variance < 0.
+
+        Returns:
+            False: gradients are not divided.
         """
+        if not self.active or not self._look():
+            return False
         states = [self.optimizer.state.get(param) or {} for param in params]
-        keys = [next((name for name in _SECOND_MOMENTS if name in state), None) for state in states]
-        moments = [real(local_part(state[key])) for state, key in zip(states, keys, strict=True) if key is not None]
-        if len(moments) < len(states):
+        if not all(states):
             if self._largest_over_ranks is not None:  # no rank waits for this one
                 self._largest_over_ranks(torch.zeros(len(states), device=params[0].device))
             return None
-        eps, bounds, corrections = [], [], []
-        for param, state, key, step in zip(params, states, keys, _steps(states), strict=True):
-            group = self._group.get(id(param), {})
-            decay = group["betas"][1] if "betas" in group else group.get("alpha", 0.0) if key == "square_avg" else 0.0
-            correction = 1.0 - float(decay) ** step if "betas" in group and "step" in state else 1.0
-            root = math.sqrt(correction)
-            corrections.append(root)
-            # Of a parameter whose v is 0 everywhere, eps alone is the divisor: it must not be 0.
-            eps.append(max(group.get("eps", 1e-8) * root, 1e-38))
-            # The largest |g| / sqrt(v) that the optimizer itself can produce at this step, its v including g.
-            bounds.append(math.sqrt(correction / (1.0 - decay)) if decay < 1.0 else math.inf)
+        groups = [self._group.get(id(param), {}) for param in params]
+        found = [_moment(*each) for each in zip(states, groups, _steps(states), strict=True)]
+        moments = [moment.v for moment in found]
+        corrections = [math.sqrt(moment.correction) for moment in found]
+        # Of a parameter whose v is 0 everywhere, eps alone is the divisor: it must not be 0.
+        eps = [max(moment.eps * root, 1e-38) for moment, root in zip(found, corrections, strict=True)]
+        # The largest |g| / sqrt(v) that the optimizer itself can produce at this step, its v including g.
+        bounds = [math.sqrt(of.correction / (1.0 - of.decay)) if of.decay < 1.0 else math.inf for of in found]
         tops = [moment.max() if moment.numel() else moment.new_zeros(()) for moment in moments]
         if self._largest_over_ranks is not None:
             tops = list(self._largest_over_ranks(torch.stack(tops)))
@@ -102,12 +109,60 @@ class Preconditioner:
         torch._foreach_div_(floors, bounds)
         return Scale(moments, eps, floors, corrections)
 
+    def _look(self) -> bool:
+        """Whether gradients can be divided, as far as is known."""
+        if not self._known:
+            states = [state for state in self.optimizer.state.values() if state]
+            self._known = bool(states)
+            self.active = all(_is_known(state) for state in states)
+        return self.active
 
-def _steps(states: Sequence[dict[str, torch.Tensor | float]]) -> list[float]:
+
+class _Moment(NamedTuple):
+    """Of one parameter."""
+
+    v: torch.Tensor
+    eps: float
+    decay: float
+    """Share of v that is left after a step."""
+    correction: float
+    """By which v is divided to be free of its start at 0."""
+
+
+def _is_known(state: Mapping[str, Any]) -> bool:
+    keys = [*((name,) for name in _SECOND_MOMENTS), ("exp_inf",), *_FACTORS]
+    return any(all(isinstance(state.get(name), torch.Tensor) for name in names) for names in keys)
+
+
+def _moment(state: Mapping[str, Any], group: Mapping[str, Any], step: float) -> _Moment:
+    def held(name: str) -> torch.Tensor:
+        return real(local_part(state[name]))
+
+    eps = group.get("eps", 1e-8)
+    decay = float(group["betas"][1]) if "betas" in group else 0.0
+    if "exp_inf" in state:  # Adamax: the largest |g| there was, decaying, eps included
+        return _Moment((held("exp_inf") - eps).clamp_(min=0.0).square_(), eps, decay, 1.0)
+    if isinstance(eps, tuple | list):  # Adafactor: its first eps is a floor, its memory grows with the steps
+        eps = eps[0] if eps[0] is not None else torch.finfo(torch.float32).eps
+        decay = 1.0 - max(step, 1.0) ** float(group.get("beta2_decay", group.get("decay_rate", -0.8)))
+    for over_columns, over_rows in _FACTORS:
+        if isinstance(state.get(over_columns), torch.Tensor):
+            rows, columns = held(over_columns), held(over_rows)
+            if over_columns != "row_var":  # kept without the dimension of length 1
+                rows, columns = rows.unsqueeze(-1), columns.unsqueeze(-2)
+            return _Moment(rows @ columns / rows.mean(dim=-2, keepdim=True).clamp_(min=1e-38), eps, decay, 1.0)
+    name = next(name for name in _SECOND_MOMENTS if name in state)
+    if name == "square_avg":
+        decay = float(group.get("alpha", 0.0))
+    correction = 1.0 - decay**step if "betas" in group and "step" in state else 1.0
+    return _Moment(held(name), eps, decay, correction)
+
+
+def _steps(states: Sequence[Mapping[str, Any]]) -> list[float]:
     """Steps that the optimizer has counted, with at most one wait for the device; 0 where it counts none."""
     counts = [state.get("step", 0.0) for state in states]
     if all(isinstance(count, torch.Tensor) for count in counts):
-        found: list[float] = torch.stack([count.float() for count in counts]).tolist()  # type: ignore[union-attr]
+        found: list[float] = torch.stack([count.float() for count in counts]).tolist()
         return found
     return [float(count) for count in counts]
 

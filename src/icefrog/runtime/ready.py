@@ -3,7 +3,8 @@
 A hook on each parameter costs microseconds, and a network has hundreds of small ones. Backward makes a layer's gradients in
 the same order each time, since it follows the forward pass: so every parameter is hooked until one step has shown which of
 the layer's comes last, and then that one alone. Where another turns out to come later (a graph that changes, or that is
-compiled by now), it is hooked at once, in the middle of the pass, and all are from the next step on.
+compiled by now), it is hooked at once, in the middle of the pass, and all are from the next step on. Where gradients are
+zeroed in place, that only shows behind the pass: they have changed since, which PyTorch counts.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class GradientWatch:
         """
         self._listeners.append(listener)
 
-    def step_over(self) -> None:
-        """All backward passes of an optimizer step are over."""
-        for layer in self._layers:
-            layer.step_over()
+    def step_over(self) -> bool:
+        """All backward passes of an optimizer step are over; whether some gradients came that nobody was told of."""
+        missed = [layer.step_over() for layer in self._layers]  # of each layer, whatever others missed
+        return any(missed)
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -77,6 +78,8 @@ class _Watched:
         """The only one that is hooked; None: all are."""
         self._wrong = False
         """It was not the last."""
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        """Of the gradients that were told of when it came."""
         self._handles: list[RemovableHandle] = []
         self._hook_all()
 
@@ -106,21 +109,30 @@ class _Watched:
             late = [other for other in self._params if other.grad is None and other.requires_grad]
             self._wrong = bool(late)
             self._handles += [on_gradient(other, self._each) for other in late]
+        self._versions = [(other, other.grad._version) for other in live if other.grad is not None]
         for listener in self._listeners:
             listener(self._index, live)
 
-    def step_over(self) -> None:
+    def _missed(self) -> bool:
+        """Whether a gradient was made after it was told of. What changes all of them since (clipping) is no such thing."""
+        told, self._versions = self._versions, []
+        return len({other.grad._version - version for other, version in told if other.grad is not None}) > 1
+
+    def step_over(self) -> bool:
         last, self._last = self._last, None
+        missed = self._missed()
         if self._alone is not None:
+            self._wrong = self._wrong or missed
             # Another comes later, or this one is not used in each step.
             if self._wrong or (last is None and self._alone.requires_grad):
                 self._hook_all()
-            return
+            return missed
         if last is None or self._tries == _TRIES:
             self._seen.clear()
-            return
+            return missed
         if all(id(param) in self._seen for param in self._params if param.requires_grad):
             self._tries += 1
             self.unhook()
             self._alone, self._handles = last, [on_gradient(last, self._whole)]
         self._seen.clear()
+        return missed

@@ -11,6 +11,7 @@ from icefrog.runtime.deciding import Decider
 from icefrog.runtime.ending import Ending
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.keeper import Keeper
+from icefrog.runtime.readable import refuse_unreadable
 from icefrog.runtime.reporting import Counters
 from icefrog.runtime.saving import Stateful
 
@@ -79,11 +80,25 @@ class Saver:
         summary["frozen_layers"] = self._engine.boundary
 
         def pack() -> dict[str, Any]:
+            self._refuse_unreadable()
             state = saving.pack(self._engine, self._decider, at, self._registered, held_only=True)
             return state if rng is None else {**state, "rng": rng}
 
         self._keeper.save(pack, summary)
 
     def newest(self) -> dict[str, Any] | None:
-        """Collective. What the newest checkpoint holds that is whole, as of :func:`~icefrog.runtime.saving.pack`."""
+        """Collective. What the newest checkpoint holds that is whole, as of :func:`~icefrog.runtime.saving.pack`.
+
+        Raises:
+            UserError: what would be saved could not be read back.
+        """
+        if self._keeper.store is not None:
+            self._refuse_unreadable()  # on every rank, and before any work is done that could not be kept
         return self._keeper.newest(self._engine.parallel.held_model_state)
+
+    def _refuse_unreadable(self) -> None:
+        for name, item in self._registered.items():
+            refuse_unreadable(item.state_dict(), f"the state of {name!r}")
+        for number, group in enumerate(self._engine.optimizer.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            refuse_unreadable(settings, f"parameter group {number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, Protocol
@@ -90,6 +91,7 @@ def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registere
         for name, item in registered.items():
             if name in state["registered"]:
                 item.load_state_dict(state["registered"][name])
+        _tell_of_others(state["registered"], registered, engine.world.rank)
     if state["counters"].get("step", 0) > 0:
         engine.order_is_known()
     engine.tracker.load_state_dict(state["tracker"])
@@ -104,3 +106,15 @@ def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registere
         checkpoint.set_rng_state(state["rng"], engine.world.rank)
     known = {field.name for field in fields(Counters)}
     return Counters(**{key: value for key, value in state["counters"].items() if key in known})
+
+
+def _tell_of_others(saved: Mapping[str, Any], registered: Mapping[str, Stateful], rank: int) -> None:
+    """Warn of what starts anew beside a job that goes on: a schedule that was not registered, or only since."""
+    forgotten, new = sorted(set(saved) - set(registered)), sorted(set(registered) - set(saved))
+    if rank == 0 and (forgotten or new):
+        what = [f"{name!r} is in the checkpoint and not registered" for name in forgotten]
+        what += [f"{name!r} is registered and not in the checkpoint" for name in new]
+        warnings.warn(
+            f"{'; '.join(what)}: it starts anew (elastic.register() comes before elastic.epochs() or begin())",
+            stacklevel=2,
+        )

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from icefrog.runtime.checkpoint import KEEP, CheckpointStore, digest_of, sync, sync_folder
+from icefrog.runtime.readable import read
 
 _SHARDED: dict[str, tuple[tuple[str, ...], int]] = {
     "model": (("model",), 1),
@@ -162,9 +163,9 @@ def load(path: Path, held: Mapping[str, torch.Tensor] | None = None) -> dict[str
             it. None: everything, whole, on the CPU.
     """
     rests = sorted(path.glob("rest_*.pt"))
-    state: dict[str, Any] = torch.load(rests[0], map_location="cpu", weights_only=True)
+    state = read(rests[0], "cpu")
     for other in rests[1:]:
-        _merge(state, torch.load(other, map_location="cpu", weights_only=True))
+        _merge(state, read(other, "cpu"))
     reader = FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}

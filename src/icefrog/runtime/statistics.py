@@ -376,7 +376,7 @@ class Statistics:
 
     def _scale(self, params: Sequence[torch.Tensor]) -> Scale | Literal[False] | None:
         """False: raw gradients; None: the optimizer has no state yet, so nothing can be measured."""
-        return self.preconditioner.scale(params) if self.preconditioner.active and params else False
+        return self.preconditioner.scale(params) if params else False
 
     def _plain(self, grads: Sequence[torch.Tensor], loss_scale: float | None = None) -> Tensors:
         """Real, and un-scaled (AMP)."""

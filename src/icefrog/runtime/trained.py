@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
@@ -14,6 +15,14 @@ from icefrog.runtime.shards import local_part
 def trained_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Ids of its parameters."""
     return frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
+
+
+def trained_params(layer: Layer, optimizer: torch.optim.Optimizer | None) -> dict[str, nn.Parameter]:
+    """The layer's parameters that the optimizer holds, by name; all of them where there is none to ask."""
+    if optimizer is None:
+        return layer.params
+    own = trained_by(optimizer)
+    return {name: param for name, param in layer.params.items() if id(param) in own}
 
 
 def last_trained(layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> int:

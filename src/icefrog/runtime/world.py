@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.meeting import meeting
@@ -101,15 +100,6 @@ class World:
         group, self._entered = self._entered, None
         if group is not None:
             meeting().leave(group)
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise UserError for a model that is wrapped already: its wrapper could not follow the boundary."""
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UserError(
-            f"LayerElastic takes the plain model, not {type(model).__name__}",
-            "give it model.module and use elastic.model, which is data-parallel under torchrun",
-        )
 
 
 def checksums(layers: Sequence[Layer]) -> torch.Tensor:

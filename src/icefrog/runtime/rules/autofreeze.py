@@ -10,6 +10,7 @@ import torch
 
 from icefrog.errors import UserError
 from icefrog.runtime.rules.base import FreezingRule, Hands, Proposal, Situation
+from icefrog.runtime.trained import trained_params
 
 
 class AutoFreeze(FreezingRule):
@@ -20,7 +21,8 @@ class AutoFreeze(FreezingRule):
         eta_l = | |D_T-1,l| - |D_T,l| | / |D_T-1,l|
 
     the new boundary is the first open layer whose eta is not below the percentile of eta over all open layers. One open
-    layer is always left, and none is opened again. Norms are sums of absolute values, as in the authors' code.
+    layer is always left, and none is opened again. Norms are sums of absolute values, as in the authors' code. What the
+    optimizer does not train does not count; a layer of which it trains nothing does not stop the boundary.
 
     Deviations: an interval is the time between two decisions (the authors: a twentieth of training; choose
     ``tune_every_steps``); gradients are taken as the optimizer gets them, that is clipped where the loop clips. It costs
@@ -45,9 +47,9 @@ class AutoFreeze(FreezingRule):
 
     def observe(self, hands: Hands) -> None:
         """Add the step's gradients."""
-        self._layers = [list(layer.params) for layer in hands.layers]
+        self._layers = [list(trained_params(layer, hands.optimizer)) for layer in hands.layers]
         for layer in hands.layers[hands.frozen_layers :]:
-            for name, param in layer.params.items():
+            for name, param in trained_params(layer, hands.optimizer).items():
                 if param.grad is None:
                     continue
                 held = self._sums.get(name)
@@ -65,7 +67,10 @@ class AutoFreeze(FreezingRule):
         if before is None:
             return now.stay("the first interval has nothing to be compared with")
         first = now.frozen_layers
-        change = [_change(old, new) for old, new in zip(before[first:], norms[first:], strict=True)]
+        change = [
+            _change(old, new) if names else -math.inf
+            for old, new, names in zip(before[first:], norms[first:], self._layers[first:], strict=True)
+        ]
         known = [eta for eta in change if math.isfinite(eta)]
         if not known:
             return now.stay("no layer's gradients could be compared")

@@ -16,6 +16,7 @@ from icefrog.errors import UserError
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.rules.base import FreezingRule, Hands, Proposal, Situation
 from icefrog.runtime.tensors import tensors_of
+from icefrog.runtime.trained import trained_params
 
 
 class Egeria(FreezingRule):
@@ -30,7 +31,7 @@ class Egeria(FreezingRule):
     last W averages. A layer is stationary when the slope's size has stayed below ``tolerance`` x the steepest one seen of
     this layer for W evaluations in a row; all stationary layers at the front are frozen at the next decision. When the
     learning rate has fallen to a tenth of what it was when layers were frozen, all are opened, the window is halved (they
-    will soon be stationary again) and the reference is renewed.
+    will soon be stationary again) and the reference is renewed. A layer of which the optimizer trains nothing is stationary.
 
     Deviations from the paper: the reference runs on rank 0, on the same device and in full precision, while training waits
     (theirs is quantised to int8 and runs beside training on the CPU); the plasticity of every open layer is tracked, so that
@@ -73,6 +74,7 @@ class Egeria(FreezingRule):
         self._frozen_at_lr: float | None = None  # the learning rate when layers were last frozen
         self._evaluations = 0  # since the reference was renewed
         self._tracks: list[Track] = []
+        self._idle: list[bool] = []  # by layer: the optimizer trains nothing of it
         self._reference: nn.Module | None = None
         self._saved: dict[str, torch.Tensor] = {}  # of a reference that was restored and is not yet a module
         self._look: Look | None = None
@@ -93,6 +95,7 @@ class Egeria(FreezingRule):
         if self._reference is None or self._evaluations >= self.renew_every:
             self._renew(hands.model)
         assert self._reference is not None
+        self._idle = [not trained_params(layer, hands.optimizer) for layer in hands.layers]
         self.take(hands.frozen_layers, len(hands.layers), look.plasticity(self._reference))
 
     def _close_look(self) -> Look | None:
@@ -139,7 +142,10 @@ class Egeria(FreezingRule):
             return now.stay(f"nothing is frozen before {self.warmup_share:.0%} of training")
         depth = now.frozen_layers
         tracks = self._tracks if len(self._tracks) == now.num_layers else []
-        while depth < min(len(tracks) - 1, now.bounds.max_frozen) and tracks[depth].stale >= self.window:
+        idle = self._idle if len(self._idle) == len(tracks) else [False] * len(tracks)
+        while depth < min(len(tracks) - 1, now.bounds.max_frozen) and (
+            idle[depth] or tracks[depth].stale >= self.window
+        ):
             depth += 1
         if depth > now.frozen_layers:
             self._frozen_at_lr = rate
@@ -154,6 +160,7 @@ class Egeria(FreezingRule):
             "frozen_at_lr": self._frozen_at_lr,
             "evaluations": self._evaluations,
             "tracks": [track.state() for track in self._tracks],
+            "idle": list(self._idle),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,6 +170,7 @@ class Egeria(FreezingRule):
         self._frozen_at_lr = state["frozen_at_lr"]
         self._evaluations = state["evaluations"]
         self._tracks = [Track(*kept) for kept in state["tracks"]]
+        self._idle = list(state["idle"])
         self._reference, self._saved = None, {}
 
     def tensors(self) -> dict[str, torch.Tensor]:

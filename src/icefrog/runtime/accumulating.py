@@ -1,15 +1,16 @@
-"""Notices clipping in the loop where gradients accumulate: it would act on the sum of a part of the step's samples."""
+"""Notices what a loop does to gradients that are still accumulating: clipping acts on a part of them, zeroing loses it."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from icefrog.errors import UserError
 from icefrog.runtime.ready import on_gradient
 
 
-class ClipWatch:
-    """Looks at one parameter during the first optimizer step: whether its gradient is as the last backward pass left it.
+class AccumulationWatch:
+    """Looks at one parameter during the first optimizer step: loops do the same in each.
 
     Args:
         param: always trained.
@@ -19,7 +20,8 @@ class ClipWatch:
     def __init__(self, param: nn.Parameter, accum_steps: int) -> None:
         self._param = param
         self._accum_steps = accum_steps
-        self._left: tuple[torch.Tensor, int] | None = None
+        self._left: tuple[torch.Tensor, int] | None = None  # by the last backward pass: the gradient, and its version
+        self._waiting: tuple[torch.Tensor, int] | None = None  # the same between two micro-steps
         self._handle = on_gradient(param, self._made) if accum_steps > 1 else None
 
     def _made(self, param: torch.Tensor) -> None:
@@ -42,8 +44,30 @@ class ClipWatch:
             "LayerElastic(max_grad_norm=...)"
         )
 
+    def micro_settled(self) -> None:
+        """Nothing of ours changes the accumulated gradient before the next forward pass begins."""
+        grad = self._left[0] if self._left is not None else None
+        self._waiting = (grad, grad._version) if grad is not None else None
+
+    def pass_begins(self) -> None:
+        """The next forward pass.
+
+        Raises:
+            UserError: what was accumulated is gone.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and (self._param.grad is not waiting[0] or waiting[0]._version != waiting[1]):
+            raise UserError(
+                f"gradients were zeroed or changed before all {self._accum_steps} micro-steps of a step were done",
+                "use optimizer.zero_grad(), which waits for the step, not model.zero_grad()",
+            )
+
+    def abandoned(self) -> None:
+        """What was accumulated is dropped on purpose."""
+        self._left = self._waiting = None
+
     def close(self) -> None:
         """Look no more."""
         if self._handle is not None:
             self._handle.remove()
-        self._handle = self._left = None
+        self._handle = self._left = self._waiting = None
