@@ -75,6 +75,41 @@ def test_a_failed_cell_is_told_and_tried_again(tmp_path: Path) -> None:
     assert again.computed == [planned[1].cell.label()]
 
 
+@pytest.mark.parametrize(("after", "message"), [("changed", "was changed meanwhile"), (None, "cannot read the trace")])
+def test_a_result_of_a_trace_that_is_changed_meanwhile_is_not_kept(
+    tmp_path: Path, after: str | None, message: str
+) -> None:
+    """Its name is that of the trace as it was when the cell was planned."""
+    trace = tmp_path / "jobs.csv"
+    trace.write_text("as planned")
+    small = SMALL.replace("synth:philly-120", str(trace))
+    planned = plan(list(load(tmp_path, small).cells()))[:2]
+    store = CellStore(tmp_path / "out")
+
+    class Changing(Fake):
+        def run(self, cells: Sequence[Cell]) -> Outcomes:
+            for outcome in super().run(cells):
+                if outcome.index == 1:
+                    trace.unlink()
+                    if after is not None:
+                        trace.write_text(after)
+                yield outcome
+
+    sweep = run_sweep(planned, store, Changing())
+    assert list(sweep.results) == [planned[0].key]
+    assert message in sweep.failed[planned[1].key]
+    assert store.get(planned[1].key) is None
+
+
+def test_an_option_may_be_infinite(tmp_path: Path) -> None:
+    text = SMALL.replace("[fifo, srtf]", "[{policy: icefrog, set: {max_wait_s: 'inf'}}, icefrog]")
+    planned = plan(list(load(tmp_path, text).cells()))
+    store = CellStore(tmp_path / "out")
+    assert len(run_sweep(planned, store, Fake()).results) == 4
+    assert json.loads(store.path(planned[0].key).read_text())["inputs"]["options"] == {"max_wait_s": "inf"}
+    assert run_sweep(planned, store, Fake()).reused == 4
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"schema": 1}', '{"schema": 0, "summary": 1}', "\0"])
 def test_a_damaged_result_is_computed_again(tmp_path: Path, damage: str) -> None:
     planned = plan(list(load(tmp_path).cells()))[:1]
@@ -113,6 +148,7 @@ def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match="No space left"):
         run_sweep(planned, store, Fake())
     assert store.get(planned[0].key) is None
+    assert list(store.folder.iterdir()) == []
 
 
 def test_processes_compute_what_one_process_does(tmp_path: Path) -> None:

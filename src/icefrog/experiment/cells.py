@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -73,7 +74,9 @@ class Cell:
         return {
             "schema": SCHEMA,
             "policy": self.variant.policy,
-            "options": options.model_dump(mode="json", exclude_defaults=True),
+            "options": {
+                key: _json(value) for key, value in options.model_dump(mode="json", exclude_defaults=True).items()
+            },
             "seed": self.seed,
             "trace": self.trace.model_dump(mode="json", exclude={"name", "source"}),
             "generator": self.trace.source if self.trace.source.startswith("synth:") else None,
@@ -210,6 +213,11 @@ def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
     """``times`` as many nodes of each kind."""
     nodes = tuple(node.model_copy(update={"count": node.count * times}) for node in cluster.nodes)
     return ClusterSpec(nodes=nodes)
+
+
+def _json(value: Any) -> Any:
+    """JSON has no infinity, which is an option's value here and there: as a text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Value) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -62,6 +63,8 @@ class CellStore:
                 os.fsync(file.fileno())
             part.replace(self.path(key))
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
             raise UserError(
                 f"cannot write {self.path(key)}: {error.strerror}", "free some space; finished cells are kept"
             ) from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from icefrog.errors import UserError
 from icefrog.experiment.backends import Backend
 from icefrog.experiment.cells import Cell
 from icefrog.experiment.digest import program_digest, trace_digest
@@ -76,12 +77,23 @@ def run_sweep(
             key = keys[outcome.index]
             if outcome.result is None:
                 failed[key] = outcome.error
+            elif (changed := _changed(missing[key], key)) is not None:
+                failed[key] = changed
             else:
                 store.put(key, missing[key], outcome.result)
                 results[key] = outcome.result
             if progress is not None:
                 progress(len(results) + len(failed), total, missing[key].label())
     return Sweep(results, failed, reused)
+
+
+def _changed(cell: Cell, key: str) -> str | None:
+    """Why a result that has just been computed is not the one that was planned: it would be kept under a false name."""
+    try:
+        same = cell.key(program_digest(), trace_digest(cell.trace.path)) == key
+    except UserError as error:
+        return f"{error.message} any more ({error.hint})"
+    return None if same else f"the trace {cell.trace.path} was changed meanwhile (the same command computes it anew)"
 
 
 def default_out(name: str) -> Path:
