@@ -138,6 +138,11 @@ class JobView:
         """GPUs held now."""
         return len(self.gpus)
 
+    @property
+    def as_requested(self) -> bool:
+        """Whether it holds as many GPUs as it asked for, alone."""
+        return len(self.gpus) == self.spec.requested_gpus and not self.shared
+
     def attained_service_s(self, now_s: float) -> float:
         """GPU-seconds held until ``now_s``; a sharer counts half. (A view holds no clock: it stays true while nothing
         happens to the job.)"""
@@ -154,10 +159,12 @@ class JobViews(tuple[JobView, ...]):
     ``changes.free_gpus``."""
 
     @classmethod
-    def of(cls, by_id: Mapping[str, JobView], waiting: tuple[JobView, ...]) -> JobViews:
-        """From a mapping, which is copied, and those of its jobs that wait; both in order of submission."""
+    def of(
+        cls, by_id: Mapping[str, JobView], waiting: tuple[JobView, ...], unlike_requested: frozenset[str]
+    ) -> JobViews:
+        """From a mapping, which is copied, and what is known of its jobs (as below); all in order of submission."""
         views = cls(by_id.values())
-        views.__dict__.update(by_id=dict(by_id), waiting=waiting)
+        views.__dict__.update(by_id=dict(by_id), waiting=waiting, unlike_requested=unlike_requested)
         return views
 
     @cached_property
@@ -174,6 +181,12 @@ class JobViews(tuple[JobView, ...]):
     def waiting(self) -> tuple[JobView, ...]:
         """Those that have none, in order of submission."""
         return tuple([view for view in self if not view.running])
+
+    @cached_property
+    def unlike_requested(self) -> frozenset[str]:
+        """Those that run, but share a GPU or have another count than they asked for. None, as a rule, where the policy is
+        rigid."""
+        return frozenset(view.job_id for view in self if view.running and not view.as_requested)
 
 
 @value

@@ -56,6 +56,7 @@ class Views:
         """Jobs that something happened to since their view was made; whoever changes a job notes it here."""
         self._views: dict[str, JobView] = {}
         self._waiting: dict[str, int] = {}  # jobs whose view waits -> place in the order of submission
+        self._unlike_requested: frozenset[str] = frozenset()
         self._made: JobViews | None = None
         self._made_for: tuple[frozenset[int], float] | None = None  # nodes out of service, restart cost
         self._occupied = OccupiedGpus()
@@ -73,6 +74,7 @@ class Views:
         if self._made is not None and not self.stale and made_for == self._made_for:
             return self._made
         moved: dict[str, tuple[GpuId, ...]] = {}
+        unlike: list[str] = []
         for job_id in self.stale:
             job = self._active.get(job_id)
             self._waiting.pop(job_id, None)
@@ -81,10 +83,15 @@ class Views:
                 made = self._views[job_id] = view(job, default_restart_s)
                 if not made.running:
                     self._waiting[job_id] = job.place
+                elif not made.as_requested:
+                    unlike.append(job_id)
             else:
                 self._views.pop(job_id, None)
         in_order = sorted(self._waiting, key=self._waiting.__getitem__)
-        self._made = JobViews.of(self._views, tuple([self._views[job_id] for job_id in in_order]))
+        if unlike or self._unlike_requested:
+            self._unlike_requested = self._unlike_requested.difference(self.stale).union(unlike)
+        waiting = tuple([self._views[job_id] for job_id in in_order])
+        self._made = JobViews.of(self._views, waiting, self._unlike_requested)
         self._made_for = made_for
         self._made.free = (down, self._occupied.update(self._cluster, down, moved))
         self.stale = {}

@@ -7,15 +7,21 @@ import pytest
 from icefrog.events import AnyRecord, decode, encode
 from icefrog.state import ClusterState
 from icefrog.testing import builders as b
+from icefrog.types import JobViews
 
 
 class CheckedState(ClusterState):
-    """A state that checks its invariants after every record, and that every record survives the codec."""
+    """A state that checks its invariants after every record, that every record survives the codec, and that what is kept
+    of the views from one snapshot to the next is what somebody who looks through them would find."""
 
     def apply(self, record: AnyRecord) -> None:
         super().apply(record)
         assert decode(encode(record)) == record
         self.check()
+        kept = self.snapshot().views
+        found = JobViews(kept)
+        assert (kept.by_id, kept.waiting) == (found.by_id, found.waiting)
+        assert kept.unlike_requested == found.unlike_requested
 
 
 @pytest.fixture

@@ -78,3 +78,17 @@ def test_jobs_that_have_left_are_not_remembered() -> None:
 def test_thresholds_that_make_no_queues_are_refused(hours: object) -> None:
     with pytest.raises(UserError, match="thresholds_gpu_h"):
         make_policy("tiresias", {"thresholds_gpu_h": hours})
+
+
+def test_a_job_that_moves_to_make_room_still_comes_to_its_threshold() -> None:
+    roles = [
+        Role("old", 500),
+        Role("gone", 115),
+        Role("young", 500, submit_s=110),
+        Role("wide", 500, gpus=2, submit_s=120),
+    ]
+    thresholds = (100 * SECONDS, 130 * SECONDS)
+    stage = Stage("tiresias", roles, nodes=2, gpus=2, thresholds_gpu_h=thresholds).play(until_s=120, round_s=10)
+    plan = stage.decide()  # "old", in the second queue, goes from beside nobody to beside "young"
+    assert set(plan.choices) == {"wide", "old"}
+    assert plan.stands_until_s == 130  # not 170, when "wide" comes to its own

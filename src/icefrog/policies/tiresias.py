@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from icefrog.changes import free_gpus
-from icefrog.placement import FreeGpus
 from icefrog.policies import base
 from icefrog.policies.gittins import GittinsIndex
 from icefrog.policies.spreading import Spread
@@ -105,16 +105,16 @@ class Tiresias:
         # Of those that run, nobody comes to a threshold before that time.
         due = snapshot.now_s >= _until_s(snapshot.memory)
         self._demote(queues, snapshot, snapshot.jobs if due else snapshot.views.waiting)
-        order = [self._sorted(level, jobs, queues, snapshot.now_s) for level, jobs in enumerate(queues.jobs(snapshot))]
-        serving = _Serving.of([job for jobs in order for job in jobs], snapshot, candidates)
+        serving = _Serving(lambda among: self._ordered(among, queues, snapshot.now_s), snapshot)
+        serving.admit(candidates)
         if self.options.placement == "spread":
-            serving.spread(snapshot)
+            serving.spread()
         else:
-            serving.pack(snapshot, candidates)
+            serving.pack(candidates)
         reasons = dict.fromkeys(serving.preempted, _WAITS)
         for job_id in serving.choices:
             reasons[job_id] = f"its turn in queue {queues.level(job_id) + 1} of {len(queues.later) + 1}"
-        stands_until_s = self._stands_until_s(snapshot, queues, serving.running)
+        stands_until_s = self._stands_until_s(snapshot, queues, serving)
         return Plan(
             serving.choices,
             reasons=reasons,
@@ -149,14 +149,15 @@ class Tiresias:
                 due.append((level, job))
         if not due:
             return
-        place = {job.job_id: at for at, job in enumerate(job for jobs in queues.jobs(snapshot) for job in jobs)}
+        in_order = [job for jobs in queues.jobs(snapshot.jobs) for job in jobs]
+        place = {job.job_id: at for at, job in enumerate(in_order)}
         for level, job in sorted(due, key=lambda one: place[one[1].job_id]):
             queues.move(job.job_id, level)
 
     def _promote(self, queues: _Queues, snapshot: Snapshot) -> None:
         if math.isinf(self.options.promote):
             return
-        for jobs in queues.jobs(snapshot)[1:]:
+        for jobs in queues.jobs(snapshot.jobs)[1:]:
             for job in jobs:
                 if snapshot.now_s >= self._promoted_s(job, queues, snapshot.now_s):
                     queues.forgive(job, snapshot.now_s)
@@ -166,6 +167,11 @@ class Tiresias:
         if job.running or job.waiting_since_s is None:
             return math.inf
         return job.waiting_since_s + self.options.promote * queues.service(job, now_s) / job.spec.requested_gpus
+
+    def _ordered(self, among: Sequence[JobView], queues: _Queues, now_s: float) -> list[JobView]:
+        """Some of the jobs, in the order in which they are served."""
+        by_queue = enumerate(queues.jobs(among))
+        return [job for level, jobs in by_queue for job in self._sorted(level, jobs, queues, now_s)]
 
     def _sorted(self, level: int, jobs: list[JobView], queues: _Queues, now_s: float) -> list[JobView]:
         if self.options.index == "las":
@@ -178,18 +184,23 @@ class Tiresias:
 
         return sorted(jobs, key=index, reverse=True)
 
-    def _stands_until_s(self, snapshot: Snapshot, queues: _Queues, running: Sequence[JobView]) -> float:
+    def _stands_until_s(self, snapshot: Snapshot, queues: _Queues, serving: _Serving) -> float:
         """Until a running job reaches its next threshold, or a waiting one the end of its patience."""
         if self.options.index == "gittins":
             return 0.0  # indices change all the time
         now_s, times = snapshot.now_s, [math.inf]
+        # Looked at in every decision are only those that go on where they are, and not the last queue.
+        service = queues.service if queues.forgiven else JobView.attained_service_s
+        for threshold, jobs in zip(self._thresholds, queues.before_the_last(snapshot.views.by_id), strict=True):
+            going_on = [job for job in jobs if job.running and job.job_id not in serving.leaving]
+            times += [now_s + (threshold - service(job, now_s)) / len(job.gpus) for job in going_on]
         next_threshold = dict(enumerate(self._thresholds))
-        for job in running:
-            threshold = next_threshold.get(queues.level(job.job_id))
-            if threshold is not None:
-                times.append(now_s + (threshold - queues.service(job, now_s)) / job.spec.requested_gpus)
+        for job_id in serving.choices:
+            threshold = next_threshold.get(queues.level(job_id), math.inf)
+            job = snapshot.views.by_id[job_id]
+            times.append(now_s + (threshold - service(job, now_s)) / job.spec.requested_gpus)
         if not math.isinf(self.options.promote):
-            times += [self._promoted_s(job, queues, now_s) for jobs in queues.jobs(snapshot)[1:] for job in jobs]
+            times += [self._promoted_s(job, queues, now_s) for jobs in queues.jobs(snapshot.jobs)[1:] for job in jobs]
         return min(times)
 
 
@@ -200,65 +211,91 @@ def _until_s(memory: Json) -> float:
     return math.inf if memory["until_s"] is None else float(memory["until_s"])
 
 
-@dataclass(slots=True)
 class _Serving:
-    """A decision in the making; lists are in the order of the queues."""
+    """A decision in the making; lists are in the order of the queues.
 
-    order: Sequence[JobView]
-    kept: list[JobView] = field(default_factory=list)  # go on where they are
-    starting: list[tuple[JobView, Candidate]] = field(default_factory=list)
-    leaving: list[JobView] = field(default_factory=list)  # run, and cannot go on as they are
-    choices: dict[str, Candidate] = field(default_factory=dict)
-    gpus: dict[str, tuple[GpuId, ...]] = field(default_factory=dict)
-    rank: dict[str, int] | None = None  # by job: its place in the order; made when it is needed
+    Args:
+        ordered: puts jobs in the order in which they are served.
+        snapshot: of the decision.
+    """
 
-    @classmethod
-    def of(cls, order: Sequence[JobView], snapshot: Snapshot, candidates: Candidates) -> _Serving:
+    def __init__(self, ordered: Callable[[Sequence[JobView]], list[JobView]], snapshot: Snapshot) -> None:
+        self._ordered = ordered
+        self._snapshot = snapshot
+        self.starting: list[tuple[JobView, Candidate]] = []
+        self.free = free_gpus(snapshot)
+        self.leaving: dict[str, JobView] = {}  # run, and cannot go on as they are
+        self.choices: dict[str, Candidate] = {}
+        self.gpus: dict[str, tuple[GpuId, ...]] = {}
+
+    @cached_property
+    def order(self) -> list[JobView]:
+        """Everybody."""
+        return self._ordered(self._snapshot.jobs)
+
+    @cached_property
+    def kept(self) -> list[JobView]:
+        """Those that go on where they are, as far as is known."""
+        return [job for job in self.order if job.running and job.job_id not in self.leaving]
+
+    @cached_property
+    def rank(self) -> dict[str, int]:
+        """The place of each job in the order."""
+        return {job.job_id: at for at, job in enumerate(self.order)}
+
+    def admit(self, candidates: Candidates) -> None:
         """By counts alone: whoever's request fits in what those before leave of the cluster runs."""
-        serving = cls(order)
-        left = snapshot.num_gpus
-        for job in order:
+        if self._all_fit():  # then the order of those that run matters only where one of them is in the way
+            for job in self._ordered(self._snapshot.views.waiting):
+                self._admit(job, candidates)
+            return
+        left = self._snapshot.num_gpus
+        for job in self.order:
             wanted = job.spec.requested_gpus
-            if job.running and len(job.gpus) == wanted and not job.shared and wanted <= left:
-                serving.kept.append(job)
+            if job.running and job.as_requested and wanted <= left:
                 left -= wanted
                 continue
             if job.running:
-                serving.leaving.append(job)
-            candidate = base.exclusive(candidates, job.job_id, wanted) if 0 < wanted <= left else None
-            if candidate is not None:
-                serving.starting.append((job, candidate))
+                self.leaving[job.job_id] = job
+            if wanted <= left and self._admit(job, candidates):
                 left -= wanted
-        return serving
+
+    def _all_fit(self) -> bool:
+        """Whether there are enough GPUs for all that wait, beside those that run as they asked to."""
+        views = self._snapshot.views
+        wanted = sum([job.spec.requested_gpus for job in views.waiting])
+        return not views.unlike_requested and not self._snapshot.down and wanted <= self.free.num_free
+
+    def _admit(self, job: JobView, candidates: Candidates) -> bool:
+        candidate = base.exclusive(candidates, job.job_id, job.spec.requested_gpus)
+        if candidate is None:
+            return False
+        self.starting.append((job, candidate))
+        return True
 
     @property
     def preempted(self) -> frozenset[str]:
         """Running jobs that get nothing."""
-        return frozenset(job.job_id for job in self.leaving if job.job_id not in self.choices)
+        return frozenset(self.leaving.keys() - self.choices.keys())
 
-    @property
-    def running(self) -> list[JobView]:
-        """All that run by this plan at the count they asked for."""
-        return [*self.kept, *(job for job, _ in self.starting if job.job_id in self.choices)]
-
-    def spread(self, snapshot: Snapshot) -> None:
+    def spread(self) -> None:
         """Places on the emptiest nodes."""
         if self.starting:
-            places = Spread(snapshot.node_gpus, [job.gpus for job in self.kept])
+            places = Spread(self._snapshot.node_gpus, [job.gpus for job in self.kept])
             for job, candidate in self.starting:
                 self._settle(job, candidate, places.take(candidate.config.num_gpus))
 
-    def pack(self, snapshot: Snapshot, candidates: Candidates) -> None:
+    def pack(self, candidates: Candidates) -> None:
         """Places that lie together. Where there is none, jobs later in the order make room: they move, or leave."""
         if not self.starting:
             return
-        free = free_gpus(snapshot)
-        for gpus in {job.gpus for job in self.leaving}:
+        free = self.free
+        for gpus in {job.gpus for job in self.leaving.values()}:
             free.release(gpus)
         displaced: list[JobView] = []
         for job, candidate in self.starting:
             found = free.find(candidate.config.num_gpus, gpu_type=candidate.config.gpu_type) or self._make_room(
-                job, candidate.config, free, displaced
+                job, candidate.config, displaced
             )
             if self._settle(job, candidate, found):
                 free.hold(self.gpus[job.job_id])
@@ -268,7 +305,7 @@ class _Serving:
                 continue
             if self._settle(job, moved, free.find(job.num_gpus, gpu_type=moved.config.gpu_type)):
                 free.hold(self.gpus[job.job_id])
-        self.leaving += displaced
+        self.leaving |= {job.job_id: job for job in displaced}
 
     def _settle(self, job: JobView, candidate: Candidate, gpus: tuple[GpuId, ...] | None) -> bool:
         if gpus is None:
@@ -276,14 +313,11 @@ class _Serving:
         self.choices[job.job_id], self.gpus[job.job_id] = candidate, gpus
         return True
 
-    def _make_room(
-        self, job: JobView, config: Config, free: FreeGpus, displaced: list[JobView]
-    ) -> tuple[GpuId, ...] | None:
+    def _make_room(self, job: JobView, config: Config, displaced: list[JobView]) -> tuple[GpuId, ...] | None:
         """Let jobs go, the last first, until there is a place; who was not in the way stays."""
         gone: list[JobView] = []
         found: tuple[GpuId, ...] | None = None
-        if self.rank is None:
-            self.rank = {one.job_id: at for at, one in enumerate(self.order)}
+        free = self.free
         while found is None and self.kept and self.rank[self.kept[-1].job_id] > self.rank[job.job_id]:
             gone.append(self.kept.pop())
             free.release(gone[-1].gpus)
@@ -337,13 +371,18 @@ class _Queues:
             return attained
         return attained - self.forgiven[job.job_id][1] if job.job_id in self.forgiven else attained
 
-    def jobs(self, snapshot: Snapshot) -> list[list[JobView]]:
-        """The jobs of every queue, in order."""
-        first = [job for job in snapshot.jobs if job.job_id not in self.levels] if self.levels else list(snapshot.jobs)
+    def jobs(self, among: Sequence[JobView]) -> list[list[JobView]]:
+        """Of some of the jobs, given in order of submission: those of every queue, in order."""
+        first = [job for job in among if job.job_id not in self.levels]
         if self.forgiven:
             first.sort(key=lambda job: self.forgiven.get(job.job_id, (job.submit_s,))[0])
-        known = snapshot.views.by_id
-        return [first, *([known[job_id] for job_id in queue] for queue in self.later)]
+        others = {job.job_id: job for job in among if job.job_id in self.levels}
+        return [first, *([others[job_id] for job_id in queue if job_id in others] for queue in self.later)]
+
+    def before_the_last(self, known: Mapping[str, JobView]) -> Iterator[list[JobView]]:
+        """The jobs of every queue but the last, in no order."""
+        for job_ids in (known.keys() - self.levels.keys(), *self.later[:-1]):
+            yield [known[job_id] for job_id in job_ids]
 
     def move(self, job_id: str, level: int) -> None:
         """To the end of a later queue."""
