@@ -126,6 +126,16 @@ def test_sharers_slow_each_other_down_only_while_both_are_there() -> None:
     assert together.finish_s(long) - 1.0 == pytest.approx(expected, abs=1.5)
 
 
+def test_a_job_that_has_ended_is_gone() -> None:
+    """Nothing that was scheduled for it makes it again."""
+    bench = no_freezing(replace(EXACT, failures_per_gpu_h=1e-3))
+    for job_id in bench.ids:
+        bench.start(job_id, shared=True)
+    bench.drain()
+    assert sum(isinstance(event, ev.JobFinished) for event in bench.events) == 2
+    assert not bench.executor._alive
+
+
 def test_three_on_a_gpu_is_a_fault_and_not_a_simulation() -> None:
     work = workload(3, span_s=1.0, max_gpus=1)
     bench = Bench(work)

@@ -114,6 +114,22 @@ def test_what_a_log_says_of_its_jobs() -> None:
     assert first.seconds_per_sample(1, 0) == pytest.approx(epoch_s(1) / EPOCH, rel=1e-6)
 
 
+@pytest.mark.parametrize("epochs", [0, 2, 3])
+def test_an_interval_of_two_grants_measures_neither(epochs: int) -> None:
+    """The job got its GPU for itself so many epochs after it was up; or before it was up at all."""
+    live = Live()
+    live.submit("only", 0.0)
+    live.finish("only", live.attempt("only", 0.0, [0] * 6), 6000.0)
+    start = live.records[1]
+    assert isinstance(start, ev.Start)
+    live.records[1] = start.model_copy(update={"grant": start.grant.model_copy(update={"shared": True})})
+    told_s = ORIGIN_S + (1.0 if epochs == 0 else UP_S + WARMUP_S + (epochs + 0.5) * epoch_s(1))
+    regrant = ev.Regrant(time_s=told_s, job_id="only", attempt=1, grant=start.grant)
+    job = record(sorted([*live.records, regrant], key=lambda one: one.time_s)).jobs["only"]
+    shared = [one.grant.shared for one in (job.starts[0].first, *job.intervals) if one is not None]
+    assert shared == [True] * epochs + [False] * (6 if epochs == 0 else 5 - epochs)
+
+
 def test_the_simulation_of_a_run_from_its_own_costs_is_that_run() -> None:
     live, first_s, second_s = queue()
     run = record(live.records)

@@ -93,7 +93,8 @@ class SimExecutor:
                 return self._change_nodes(change)
             while self._heap and self._heap[0][0] == time_s:
                 _, _, job_id, kind, generation = heapq.heappop(self._heap)
-                happened += self._happen(self._jobs[job_id], kind, generation, time_s)
+                if kind == _SUBMIT or job_id in self._alive:  # what is late for a job that has ended would make it anew
+                    happened += self._happen(self._jobs[job_id], kind, generation, time_s)
             if happened:
                 self._clock.wait_until(time_s)
         # No job has anything to say until then. To those that wait a change of nodes matters; where nothing else can ever

@@ -162,11 +162,13 @@ def record(records: Iterable[ev.AnyRecord]) -> Recording:
 class _Attempt:
     """The attempt that holds GPUs."""
 
+    number: int
     gpus: tuple[GpuId, ...]
     grant: ev.Grant
     up_s: float
     first: Interval | None = None
     reports: int = 0
+    mixed: bool = False  # the present interval is of two grants: it measures neither
 
 
 @dataclass(slots=True)
@@ -200,11 +202,13 @@ class _Job:
             case ev.JobStarted() if self.granted is not None:
                 free_s = max((freed.get(gpu, 0.0) for gpu in self.granted.gpus), default=0.0)
                 up_s = max(one.time_s - max(self.granted.time_s, free_s), 0.0)
-                self.attempt = _Attempt(self.granted.gpus, self.granted.grant, up_s)
+                self.attempt = _Attempt(one.attempt, self.granted.gpus, self.granted.grant, up_s)
                 self.since = (one.time_s, self.since[1])
                 self.profile = one.profile or self.profile
-            case ev.Regrant() if self.attempt is not None:
-                self.attempt.grant = one.grant
+            case ev.Regrant() if self.granted is not None:
+                self.granted = self.granted.model_copy(update={"grant": one.grant})
+                if self.attempt is not None and self.attempt.number == one.attempt:  # else it is not up yet
+                    self.attempt.grant, self.attempt.mixed = one.grant, True
             case ev.ProgressReported() if self.attempt is not None:
                 self._reported(one, self.attempt)
             case ev.JobStopped() | ev.JobFinished():
@@ -221,10 +225,11 @@ class _Job:
         elif samples > 0.0:
             interval = Interval(attempt.grant, self.frozen_layers, samples, one.time_s - self.since[0])
             if attempt.reports == 0:
-                attempt.first = interval
-            else:
+                attempt.first = None if attempt.mixed else interval
+            elif not attempt.mixed:
                 self.intervals.append(interval)
             attempt.reports += 1
+        attempt.mixed = False
         self.since = (one.time_s, one.effective_samples)
         self.frozen_layers, self.psi = one.frozen_layers, one.psi
         self.profile = one.profile or self.profile
