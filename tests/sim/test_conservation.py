@@ -202,12 +202,16 @@ def test_wrong_books_are_noticed() -> None:
     assert (audited(found).jobs[report["job_id"]].gap or 0.0) > 1e-3
 
 
-def test_a_cancelled_job_ends_when_it_has_left() -> None:
+@pytest.mark.parametrize("resizing", [False, True])
+def test_a_cancelled_job_ends_when_it_has_left(resizing: bool) -> None:
     found = lines(run("fifo"))
     index = first(found, "job_finished")
     end = found[index]
+    start = next(line for line in found if line["kind"] == "start" and line["job_id"] == end["job_id"])
+    resize = {**start, "kind": "resize", "time_s": end["time_s"], "attempt": 2}
     asked = {"kind": "cancel_requested", "time_s": end["time_s"], "job_id": end["job_id"]}
-    found[index : index + 1] = [asked, {**asked, "kind": "stop"}, {**end, "kind": "job_stopped"}]
+    asked_to = [resize, asked] if resizing else [asked]
+    found[index : index + 1] = [*asked_to, {**asked, "kind": "stop"}, {**end, "kind": "job_stopped"}]
     job = audited(found).jobs[end["job_id"]]
     assert job.finish_s == end["time_s"]
     assert audited(found).broken == []

@@ -108,6 +108,7 @@ class _Auditor:
         self._audit = Audit()
         self._granted: dict[str, Line] = {}  # the last command that gave a job GPUs, until it has left them
         self._cancelled: set[str] = set()
+        self._told_to_stop: set[str] = set()  # for good
         self._running: dict[str, _Attempt] = {}
         self._free_since: dict[str, float] = {}  # of waiting jobs
         self._holders: dict[tuple[int, int], dict[str, bool]] = {}  # by GPU: job -> whether it shares
@@ -163,6 +164,8 @@ class _Auditor:
             self._reported(job_id, job, line)
         elif kind == "cancel_requested":
             self._cancelled.add(job_id)
+        elif kind == "stop":
+            self._told_to_stop.add(job_id)
         elif kind in _LEAVES:
             self._left(job_id, job, line)
         if kind in _ENDS or (job_id in self._cancelled and job_id not in self._granted):
@@ -275,7 +278,9 @@ class _Auditor:
     def _left(self, job_id: str, job: JobBooks, line: Line) -> None:
         attempt = self._running.pop(job_id, None)
         now_s = line["time_s"]
-        if (granted := self._granted.get(job_id)) is not None and granted["attempt"] == line["attempt"]:
+        if (granted := self._granted.get(job_id)) is not None and (
+            granted["attempt"] == line["attempt"] or job_id in self._told_to_stop
+        ):
             del self._granted[job_id]
         if attempt is None:
             if line["kind"] == "job_finished":
