@@ -1,8 +1,8 @@
 """Property: a job of any make that freezes, opens, dies at any line of its loop and resumes is the one that never died.
 
-Each seed draws a job: a model (normalisation and dropout, tied weights, a shared module, parameters frozen beforehand), an
-optimizer, an LR scheduler, accumulation, mixed precision, clipping, an average of weights, and a boundary that moves as a plan
-says. It runs once undisturbed, and once dying at random places of its loop; weights, optimizer, scheduler, average,
+Each seed draws a job: a model (normalisation, dropout, tied weights, a shared module, parameters frozen beforehand), an
+optimizer, an LR scheduler, accumulation, mixed precision, clipping, an average of weights, and a boundary that moves as a
+plan says. It runs once undisturbed, and once dying at random places of its loop; weights, optimizer, scheduler, average,
 statistics and counters must be equal to the bit.
 """
 
@@ -216,12 +216,12 @@ def check(seed: int, folder: Path) -> None:
     assert list(differences(undisturbed, died)) == [], (seed, vars(job))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_job_that_dies_is_the_one_that_never_did(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 104))
+@pytest.mark.parametrize("seed", range(3, 60))
 def test_more_jobs(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)

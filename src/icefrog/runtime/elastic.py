@@ -34,7 +34,7 @@ from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
-from icefrog.runtime.stepping import StepGate, refuse_optimizer
+from icefrog.runtime.stepping import StepGate, refuse_optimizer, tell_wrapper, unwrapped
 from icefrog.runtime.view import View
 from icefrog.runtime.world import World
 from icefrog.spec import Target
@@ -107,6 +107,7 @@ class LayerElastic(View):
         env: Mapping[str, str] | None = None,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
+        wrapper, optimizer = optimizer, unwrapped(optimizer)
         refuse_model(model)
         refuse_optimizer(model, optimizer)
         self.agent = Agent(os.environ if env is None else env)
@@ -143,6 +144,8 @@ class LayerElastic(View):
         self._gate = StepGate(
             optimizer, self._engine.counting, self._on_micro, self._on_step, self._engine.forget_passes
         )
+        self._wrapper = wrapper
+        tell_wrapper(wrapper)
         self._at = Counters(samples_per_epoch=samples_per_epoch)
         self._registered: dict[str, Stateful] = {}
         if self._scaler is not None:
@@ -444,6 +447,7 @@ class LayerElastic(View):
         """
         with contextlib.ExitStack() as closing:  # from the last to the first, each of them, whatever the others raise
             closing.callback(self._world.close)
+            closing.callback(tell_wrapper, self._wrapper)
             closing.callback(self._gate.close)
             if self._scaler is not None:
                 closing.callback(self._scaler.close)

@@ -417,8 +417,8 @@ class Engine(HookOwner):
         self.freezer.drop_prefix_grads()
         if self.counting.step_samples == 0:
             raise UserError(
-                "cannot tell the batch size from the model's input",
-                "pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
+                "cannot tell the batch size from the model's input (or the batch is empty)",
+                "leave empty batches out; pass tensors whose first dimension is the batch, or use elastic.sampler(...)",
             )
         if real_step is None:
             self.statistics.skip()

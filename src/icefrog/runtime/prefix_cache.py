@@ -33,7 +33,7 @@ from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.prefix_trial import Trial, all_equal
 from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, take_rows, template, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
-from icefrog.runtime.tensors import tensors_of
+from icefrog.runtime.tensors import made_by_others, tensors_of
 
 _TRIAL_ROWS = 4096
 """Rows looked up without one hit, after a whole store of them was written, before the cache gives up."""
@@ -160,7 +160,7 @@ class PrefixCache(HookOwner):
             return
         self._restore()
         self.hit, self._keys, self._trial = False, [], None
-        if not model.training or not torch.is_grad_enabled():
+        if not model.training or not torch.is_grad_enabled() or made_by_others((args, kwargs)):
             return
         if isinstance(model.forward, CompiledForward):
             self.off_reason = "the model is compiled"

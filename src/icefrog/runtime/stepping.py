@@ -33,6 +33,22 @@ def refuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper, whose ``step`` does nothing while accelerate accumulates gradients."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if _is_accelerates(optimizer) and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def tell_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """With a GradScaler accelerate's wrapper keeps the ``step`` of the optimizer inside: it is another one now."""
+    if _is_accelerates(optimizer):
+        optimizer.__setstate__({})
+
+
+def _is_accelerates(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "accelerate"
+
+
 class StepGate:
     """Patches one optimizer.
 

@@ -28,3 +28,8 @@ def batch_size(value: Any) -> int:
 def num_bytes(value: Any) -> int:
     """Of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def made_by_others(value: Any) -> bool:
+    """Whether backward would go on through one of the tensors to what it was computed from."""
+    return torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in tensors_of(value))
