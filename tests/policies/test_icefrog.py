@@ -80,9 +80,11 @@ def test_who_ran_undisturbed_for_long_moves_for_less() -> None:
     held = view("A", held=(GpuId(0, 0), GpuId(0, 1)), gpus=(2, 4))
     days = options(g2=6000, g4=5400)  # a tenth less, with idle GPUs, for a restart of a minute
     lately, long_ago = (replace(held, holding_since_s=now_s) for now_s in (9000.0, 0.0))
-    assert counts(decide([lately], {"A": days}, now_s=10_000.0)) == {"A": 2}
-    assert counts(decide([long_ago], {"A": days}, now_s=10_000.0)) == {"A": 4}
-    assert counts(decide([long_ago], {"A": options(g2=200, g4=199)}, now_s=10_000.0)) == {"A": 2}
+    then: dict[str, Any] = {"now_s": 10_000.0, "batch": "fixed"}
+    assert counts(decide([lately], {"A": days}, **then)) == {"A": 2}
+    assert counts(decide([long_ago], {"A": days}, **then)) == {"A": 4}
+    assert counts(decide([long_ago], {"A": options(g2=200, g4=199)}, **then)) == {"A": 2}
+    assert counts(decide([long_ago], {"A": days}, now_s=10_000.0)) == {"A": 2}  # elastic batches: as before
 
 
 def test_large_requests_are_whole_nodes() -> None:

@@ -49,9 +49,10 @@ class IceFrog:
 
     A job that has waited longer than ``max_wait_s`` is forced to run, the longest waiting first, and then keeps running for
     at least ``min_run_s``. A change of a running job's configuration must be worth its restart, and ``min_gain`` besides:
-    estimates are not so exact that the last percent could be told from noise, and where jobs come and go nothing lasts. The
-    longer a job has run undisturbed, the less it must gain: a job of days on a quiet cluster is not left with a sixth less
-    than its best speed for a restart of a minute.
+    estimates are not so exact that the last percent could be told from noise, and where jobs come and go nothing lasts. With
+    ``batch=fixed`` it must gain the less the longer the job has run undisturbed: a job of days on a quiet cluster is not
+    left with a sixth less than its best speed for a restart of a minute. With elastic batches the cluster is full, and that
+    was measured to cost a percent.
     """
 
     name: ClassVar[str] = "icefrog"
@@ -87,7 +88,7 @@ class IceFrog:
         min_gain: float = Field(
             default=0.2,
             ge=0,
-            description="a running job's change must save this share of its remaining time; less if it ran long",
+            description="a running job's change must save this share of its remaining time (less: see the class)",
         )
         urgency: float = Field(
             default=1.0,
@@ -163,9 +164,9 @@ class IceFrog:
 
     def _charge_s(self, offer: _Offer, now_s: float) -> float:
         """What a change of a running job's configuration is charged: its restart, and the gain that it must bring."""
-        view = offer.view
-        since_s = now_s if view.holding_since_s is None else view.holding_since_s
-        gain = min(self.options.min_gain, _TIMES_THE_RESTART * view.restart_s / max(now_s - since_s, 1.0))
+        view, gain = offer.view, self.options.min_gain
+        if self.options.batch == "fixed" and view.holding_since_s is not None:
+            gain = min(gain, _TIMES_THE_RESTART * view.restart_s / max(now_s - view.holding_since_s, 1.0))
         return view.restart_s + gain * _held_remaining_s(offer, now_s)
 
     def _stands_until_s(self, offers: Sequence[_Offer], now_s: float) -> float:
