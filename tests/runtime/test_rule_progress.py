@@ -16,7 +16,7 @@ from icefrog.errors import UserError
 from icefrog.estimate.progress import seconds_by_depth, signal_share, signal_worth
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.layers import Layer
-from icefrog.runtime.rules import FreezingRule, Hands, Progress, Proposal, Situation
+from icefrog.runtime.rules import FreezingRule, Guards, Hands, Progress, Proposal, Situation, make_rule
 from icefrog.runtime.rules.base import Bounds, CacheState
 from icefrog.runtime.rules.signal import SignalMeter
 from icefrog.spec import Target
@@ -228,3 +228,10 @@ def test_bounds_are_obeyed() -> None:
     rule = Progress()
     feed(rule, [0.1, 0.1, 4.0, 4.0])
     assert rule.propose(situation(bounds=Bounds(0, 1), cache=USABLE)).frozen_layers == 1
+
+
+def test_it_is_the_default_of_a_job_on_its_own() -> None:
+    """Where whole gradients are to be had, and no guards for the tuner are given."""
+    assert make_rule(None).name == "progress"
+    assert make_rule(None, sharded=True).name == "tuner"
+    assert make_rule(None, Guards()).name == "tuner"

@@ -51,7 +51,7 @@ class Unused(nn.Module):
 def train(model: nn.Module, make: MakeOptimizer = torch.optim.Adam, steps: int = 8) -> LayerElastic:
     """So many steps under the default rule."""
     optimizer = make(model.parameters(), lr=1e-3)
-    elastic = LayerElastic(model, optimizer, rule="progress", env={})
+    elastic = LayerElastic(model, optimizer, env={})
     for _ in elastic.epochs(1):
         for _ in range(steps):
             elastic.model(torch.randn(4, 16)).square().mean().backward()
@@ -186,9 +186,7 @@ def test_sparse_gradients_train_as_without_us(accum_steps: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Flatten(), nn.Linear(24, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        elastic = (
-            LayerElastic(model, optimizer, accum_steps=accum_steps, rule="progress", env={}) if elastic_too else None
-        )
+        elastic = LayerElastic(model, optimizer, accum_steps=accum_steps, env={}) if elastic_too else None
         for step in range(10):
             (model(torch.randint(0, 40, (4, 3))).square().mean() / (1 if elastic_too else accum_steps)).backward()
             if elastic_too or step % accum_steps == accum_steps - 1:

@@ -54,7 +54,8 @@ class LayerElastic(View):
         global_batch: M in samples, for :meth:`sampler`; default: the grant's.
         accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
         rule: who decides the boundary: a name (``tuner``, ``freezeout``, ...; ``none``: only :meth:`freeze` does), a
-            :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the job file's, or ``tuner``.
+            :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the job file's; on its own ``progress``,
+            or ``tuner`` where a rank holds a part of the model.
         max_fraction: largest share of layers frozen; default 0.9. The grant can only lower it.
         tune_every_steps: also decide every so many steps, not only at the end of epochs.
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
@@ -131,7 +132,8 @@ class LayerElastic(View):
             max_grad_norm=max_grad_norm,
         )
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
-        self.rule: FreezingRule = make_rule("none" if probe else rule or (grant.rule if grant else "tuner"), guards)
+        asked = "none" if probe else rule or (grant.rule if grant else None)
+        self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         with contextlib.ExitStack() as refused:  # the model is as it was then

@@ -66,16 +66,20 @@ RULES: dict[str, Callable[[], FreezingRule]] = {
 """Rules that need no settings, by name."""
 
 
-def make_rule(given: Rule, guards: Guards | None = None) -> FreezingRule:
+def make_rule(given: Rule | None, guards: Guards | None = None, *, sharded: bool = False) -> FreezingRule:
     """The rule that was asked for.
 
     Args:
-        given: a rule, a function, or a name.
+        given: a rule, a function, or a name; None: ``progress``, or ``tuner`` where there are guards for it or where
+            whole gradients are not to be had.
         guards: of the rule ``tuner`` by name; a rule object has its own settings.
+        sharded: a rank holds a part of the model.
 
     Raises:
         UserError: an unknown name, or guards for a rule that takes none.
     """
+    if given is None:
+        given = "tuner" if sharded or guards is not None else "progress"
     if given == "tuner":
         return Tuner(guards)
     if guards is not None and given != "none":
