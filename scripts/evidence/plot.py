@@ -16,12 +16,14 @@ COLOURS = {"control": "#8a8a8a", "progress": "#1f77b4"}
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Each run is a line, of the mean of three validations that is held against the target."""
+    """Each run is a line, of the mean of three validations that is held against the target; seeds that have both."""
+    tested = {(row["task"], row["seed"]) for row in rows if row["arm"] == "progress"}
+    rows = [row for row in rows if row["arm"] in COLOURS and (row["task"], row["seed"]) in tested]
     names = [name for name in TASKS if any(row["task"] == name for row in rows)]
     figure, axes = plt.subplots(2, -(-len(names) // 2), figsize=(10, 5.6), squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         for row in rows:
-            if row["task"] == name and row["arm"] in COLOURS:
+            if row["task"] == name:
                 settled = row["trace"][2:]  # the mean has three members from the third on
                 axis.plot(
                     [entry[1] for entry in settled],
