@@ -371,3 +371,45 @@ def test_zeroing_the_models_gradients_in_mid_accumulation_is_an_error(*, set_to_
             backward(elastic)
         assert "optimizer.zero_grad()" in caught.value.hint
         elastic.close()
+
+
+def test_under_lbfgs_no_rule_freezes_anything_and_that_is_told() -> None:
+    model = models.mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    x, y = models.data()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    elastic = LayerElastic(model, optimizer, rule=lambda now: now.at(2, "always"), env={})
+    with pytest.warns(UserWarning, match="nothing will be frozen: LBFGS"):
+        elastic.begin(2)
+    for _ in elastic.epochs(2):
+        optimizer.step(closure)
+        assert elastic.end_epoch().frozen_layers == 0
+    elastic.close()
+
+
+def test_an_epoch_of_the_sampler_that_is_left_in_mid_accumulation_does_not_shift_the_next_one() -> None:
+    elastic = made(accum_steps=3)
+    sampler = elastic.sampler(64, global_batch=12)
+    x, y = models.data()
+    for epoch in elastic.epochs(2):
+        steps = elastic._at.step
+        for micro, places in enumerate(sampler):
+            if epoch == 0 and micro == 4:
+                break  # out of memory, say
+            nn.functional.cross_entropy(elastic.model(x[places]), y[places]).backward()
+            elastic.optimizer.step()
+            elastic.optimizer.zero_grad()
+            assert elastic.stepped == (micro % 3 == 2)
+        assert elastic._at.step - steps == (1 if epoch == 0 else len(range(0, 64, 12)))
+        elastic.freeze(epoch)
+        elastic.end_epoch()
+        assert elastic.frozen_layers == epoch
+        if epoch == 1:
+            break
+    elastic.close()

@@ -278,17 +278,24 @@ class Decider:
     def _bounds(self) -> Bounds:
         if self.engine.freezer.reentrant:
             return Bounds(0, 0)
+        if isinstance(self.engine.optimizer, torch.optim.LBFGS):
+            if self.rule.name != "none":
+                self._tell("nothing will be frozen: LBFGS moves all parameters along one common direction")
+            return Bounds(0, 0)
         layers = self.engine.layers
         found = bounds_of(len(layers), self.max_fraction, self.agent.grant)
         most = last_trained(layers, self.engine.optimizer)
         if (foreign := self._foreign.first(layers)) is not None:
             most = min(most, foreign)
-            if not self._told and self.world.rank == 0:
-                self._told = True
-                message = f"{layers[foreign].name} is trained by another optimizer: no rule freezes it, or what follows"
-                warnings.warn(message, stacklevel=2)
-                self.reporter.warned(message)
+            self._tell(f"{layers[foreign].name} is trained by another optimizer: no rule freezes it, or what follows")
         return Bounds(min(found.min_frozen, most), min(found.max_frozen, most))
+
+    def _tell(self, message: str) -> None:
+        """Why the bounds are narrower than the user's; once."""
+        if not self._told and self.world.rank == 0:
+            self._told = True
+            warnings.warn(message, stacklevel=2)
+            self.reporter.warned(message)
 
     def _gradients(self) -> Gradients | None:
         tracker = self.engine.tracker

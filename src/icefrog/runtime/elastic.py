@@ -290,8 +290,7 @@ class LayerElastic(View):
         self._goal.max_epochs = max_epochs
         again = self._begun and self._at.epoch_samples > 0  # the last loop was left in mid-epoch
         if again:
-            self._gate.restart()
-            self._engine.abandon()
+            self._drop_accumulated()
         state = None if self._begun else self._saver.newest()
         if state is not None:
             self.load_state_dict(state)
@@ -302,6 +301,10 @@ class LayerElastic(View):
         self._decider.start(self._at)
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+
+    def _drop_accumulated(self) -> None:
+        self._gate.restart()
+        self._engine.abandon()
 
     def _enter_epoch(self) -> None:
         if self._engine.counting.sampler is not None:
@@ -337,6 +340,8 @@ class LayerElastic(View):
             DivergenceError: the ranks' parameters are not the same any more.
             Stopped: the executor asked the job to stop (a checkpoint was saved).
         """
+        if self._engine.counting.sampler is not None and self._engine.counting.micro > 0:
+            self._drop_accumulated()  # the sampler deals whole steps: this one was left in its middle
         self._warn_of(self._engine.put_right())
         self._engine.renew_cache()
         self._engine.check_in_step()
