@@ -235,3 +235,18 @@ def test_it_is_the_default_of_a_job_on_its_own() -> None:
     assert make_rule(None).name == "progress"
     assert make_rule(None, sharded=True).name == "tuner"
     assert make_rule(None, Guards()).name == "tuner"
+
+
+@pytest.mark.parametrize(("given", "measured"), [({}, False), ({"stats_every": 1}, True), ({"rule": "tuner"}, True)])
+def test_a_job_on_its_own_measures_no_statistics_for_it(given: dict[str, Any], measured: bool) -> None:
+    """Unless they are asked for: on a large model they cost more than the rule's own look."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    elastic = LayerElastic(model, optimizer, samples_per_epoch=8, env={}, **given)
+    for _ in range(30):
+        elastic.model(torch.randn(8, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (elastic._engine.tracker.stats() is not None) == measured
+    elastic.close()

@@ -186,7 +186,8 @@ def test_sparse_gradients_train_as_without_us(accum_steps: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Flatten(), nn.Linear(24, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        elastic = LayerElastic(model, optimizer, accum_steps=accum_steps, env={}) if elastic_too else None
+        given = {"accum_steps": accum_steps, "stats_every": 1, "env": {}}
+        elastic = LayerElastic(model, optimizer, **given) if elastic_too else None
         for step in range(10):
             (model(torch.randint(0, 40, (4, 3))).square().mean() / (1 if elastic_too else accum_steps)).backward()
             if elastic_too or step % accum_steps == accum_steps - 1:

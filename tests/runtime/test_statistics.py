@@ -200,7 +200,7 @@ def test_stats_every_measures_each_nth_step() -> None:
 def test_by_default_a_job_is_ready_soon_and_then_measures_each_tenth_step() -> None:
     model = models.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    elastic = LayerElastic(model, optimizer, env={})
+    elastic = LayerElastic(model, optimizer, rule="tuner", env={})
     recorder = Recorder(elastic)
     models.train(elastic, optimizer, 21)
     assert len(recorder.variance) == 20

@@ -34,6 +34,7 @@ from icefrog.runtime.rules import FreezingRule, Guards, Rule, make_rule
 from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
+from icefrog.runtime.statistics import NEVER
 from icefrog.runtime.stepping import StepGate, refuse_optimizer, tell_wrapper, unwrapped
 from icefrog.runtime.view import View
 from icefrog.runtime.world import World
@@ -61,7 +62,8 @@ class LayerElastic(View):
         checkpoint_dir: default: the executor's; None there too: no checkpoints.
         checkpoint_every_steps: also save every so many steps.
         guards: of ``tuner`` (:class:`~icefrog.estimate.boundary.Guards`); ``Guards(0, 0, 0, 0)``: the paper's plain argmax.
-        stats_every: measure gradient statistics each n-th step; default: each of the first 21, then each tenth.
+        stats_every: measure gradient statistics each n-th step; default: each of the first 21, then each tenth; never in a
+            job on its own whose rule does not read them (``progress``).
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
@@ -123,6 +125,11 @@ class LayerElastic(View):
         self.checkpoint_every_steps = checkpoint_every_steps
         self._world = World(next(model.parameters()).device)
         self._scaler = ScalerGate(grad_scaler, optimizer, self._world) if grad_scaler is not None else None
+        spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
+        asked = "none" if probe else rule or (grant.rule if grant else None)
+        self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
+        if stats_every is None and not self.agent.active and not self.rule.reads_statistics:
+            stats_every = NEVER
         options = EngineOptions(
             name=name or self.agent.job_id or type(getattr(model, "_orig_mod", model)).__name__,
             accum_steps=accum,
@@ -131,9 +138,6 @@ class LayerElastic(View):
             grad_scaler=self._scaler,
             max_grad_norm=max_grad_norm,
         )
-        spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
-        asked = "none" if probe else rule or (grant.rule if grant else None)
-        self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         with contextlib.ExitStack() as refused:  # the model is as it was then

@@ -37,6 +37,8 @@ Source = Literal["replicas", "micro_steps", "parts", "steps"]
 DENSE_STEPS = 21
 """Of a job: so many make the 20 estimates that a layer needs before it is believed, on one rank, too."""
 SPARSE = 10
+NEVER = 10**12
+"""As ``every``: no step is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,10 @@ class FreezingRule(ABC):
     first_looks: ClassVar[Sequence[int]] = ()
     """Steps of the job after which the rule is asked besides: for one that knows what it wants before an epoch is over."""
 
+    reads_statistics: ClassVar[bool] = True
+    """Whether the rule needs ``Situation.gradients``. A job on its own does not measure them for one that does not; then
+    psi is what the rule says, or the share of the parameters."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.name = cls.__dict__.get("name") or cls.__name__

@@ -46,6 +46,7 @@ class Progress(FreezingRule):
 
     name = "progress"
     first_looks = (6, 12, 24, 48)
+    reads_statistics = False
 
     def __init__(
         self,
