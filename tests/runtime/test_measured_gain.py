@@ -153,9 +153,11 @@ class ComputesOn(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         linear = ctx.block[0]
         leaves = [value.detach().requires_grad_(True) for value in (x, linear.weight, linear.bias)]
-        with torch.enable_grad():
-            out = torch.tanh(nn.functional.linear(*leaves))
-        return torch.autograd.grad(out, leaves, grad)[0], torch.zeros(1), None
+        for _ in range(3):  # so plainly that no noise of the machine's hides it
+            with torch.enable_grad():
+                out = torch.tanh(nn.functional.linear(*leaves))
+            found = torch.autograd.grad(out, leaves, grad)[0]
+        return found, torch.zeros(1), None
 
 
 class Net(nn.Module):
