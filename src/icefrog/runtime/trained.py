@@ -17,12 +17,12 @@ def trained_by(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
 
 
-def trained_params(layer: Layer, optimizer: torch.optim.Optimizer | None) -> dict[str, nn.Parameter]:
-    """The layer's parameters that the optimizer holds, by name; all of them where there is none to ask."""
+def trained_params(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> list[dict[str, nn.Parameter]]:
+    """By layer, the parameters that the optimizer holds, by name; all of them where there is none to ask."""
     if optimizer is None:
-        return layer.params
+        return [layer.params for layer in layers]
     own = trained_by(optimizer)
-    return {name: param for name, param in layer.params.items() if id(param) in own}
+    return [{name: param for name, param in layer.params.items() if id(param) in own} for layer in layers]
 
 
 def last_trained(layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> int:

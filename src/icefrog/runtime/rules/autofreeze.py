@@ -47,9 +47,10 @@ class AutoFreeze(FreezingRule):
 
     def observe(self, hands: Hands) -> None:
         """Add the step's gradients."""
-        self._layers = [list(trained_params(layer, hands.optimizer)) for layer in hands.layers]
-        for layer in hands.layers[hands.frozen_layers :]:
-            for name, param in trained_params(layer, hands.optimizer).items():
+        trained = trained_params(hands.layers, hands.optimizer)
+        self._layers = [list(params) for params in trained]
+        for params in trained[hands.frozen_layers :]:
+            for name, param in params.items():
                 if param.grad is None:
                     continue
                 held = self._sums.get(name)

@@ -95,7 +95,7 @@ class Egeria(FreezingRule):
         if self._reference is None or self._evaluations >= self.renew_every:
             self._renew(hands.model)
         assert self._reference is not None
-        self._idle = [not trained_params(layer, hands.optimizer) for layer in hands.layers]
+        self._idle = [not params for params in trained_params(hands.layers, hands.optimizer)]
         self.take(hands.frozen_layers, len(hands.layers), look.plasticity(self._reference))
 
     def _close_look(self) -> Look | None:

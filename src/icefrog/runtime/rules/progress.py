@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from icefrog.errors import UserError
-from icefrog.estimate.progress import seconds_by_depth, signal_share, signal_worth
+from icefrog.estimate.progress import LEAST_SIGNAL, MAX_SHARE, seconds_by_depth, signal_share, signal_worth
 from icefrog.profile import FloatArray
 from icefrog.runtime.rules.base import FreezingRule, Hands, Proposal, Situation
 from icefrog.runtime.rules.signal import SignalMeter
@@ -52,8 +52,8 @@ class Progress(FreezingRule):
         self,
         *,
         margin: float = 0.25,
-        max_share: float = 0.5,
-        least_signal: float = 0.6,
+        max_share: float = MAX_SHARE,
+        least_signal: float = LEAST_SIGNAL,
         learnt_least_signal: float = 0.45,
         warmup_share: float = 0.1,
         patience: int = 3,
