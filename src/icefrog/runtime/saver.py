@@ -80,8 +80,8 @@ class Saver:
         summary["frozen_layers"] = self._engine.boundary
 
         def pack() -> dict[str, Any]:
-            self._refuse_unreadable()
             state = saving.pack(self._engine, self._decider, at, self._registered, held_only=True)
+            self._refuse_unreadable(state["registered"])
             return state if rng is None else {**state, "rng": rng}
 
         self._keeper.save(pack, summary)
@@ -93,12 +93,13 @@ class Saver:
             UserError: what would be saved could not be read back.
         """
         if self._keeper.store is not None:
-            self._refuse_unreadable()  # on every rank, and before any work is done that could not be kept
+            # On every rank, and before any work is done that could not be kept.
+            self._refuse_unreadable({name: item.state_dict() for name, item in self._registered.items()})
         return self._keeper.newest(self._engine.parallel.held_model_state)
 
-    def _refuse_unreadable(self) -> None:
-        for name, item in self._registered.items():
-            refuse_unreadable(item.state_dict(), f"the state of {name!r}")
+    def _refuse_unreadable(self, registered: Mapping[str, Any]) -> None:
+        for name, state in registered.items():
+            refuse_unreadable(state, f"the state of {name!r}")
         for number, group in enumerate(self._engine.optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             refuse_unreadable(settings, f"parameter group {number}")
