@@ -165,17 +165,17 @@ def cnn(width: int) -> nn.Sequential:
     return nn.Sequential(*units, nn.Sequential(nn.Flatten(), nn.Linear(inputs * 4, 10)))
 
 
-def transferred(folder: Path) -> nn.Module:
-    """``residual(32)`` that has learnt the digits 0 to 4, with a fresh head for five others.
+def transferred(folder: Path, width: int = 32) -> nn.Module:
+    """``residual(width)`` that has learnt the digits 0 to 4, with a fresh head for five others.
 
     Learnt once, by two passes over all digits 0 to 4 with one fixed seed, and kept in the folder.
     """
-    file = folder / "residual-digits-0-to-4.pt"
-    model = residual(32)
+    file = folder / f"residual-{width}-digits-0-to-4.pt"
+    model = residual(width)
     if not file.exists():
         with torch.random.fork_rng():
             torch.manual_seed(12345)
-            learning = residual(32)
+            learning = residual(width)
             x, y = _half_of_digits(folder, 12345, upper=False)
             optimizer = _sgd(0.02)(learning)
             for _ in range(2):
@@ -262,6 +262,42 @@ TASKS: dict[str, EvidenceTask] = {
         interval_steps=15,
         warmup_steps=10,
         target=0.83,
+        max_intervals=24,
+    ),
+    "minilm-lists-long": EvidenceTask(
+        note="MiniLM fine-tuned on 800 e-mails: which of six mailing lists; 64 tokens, AdamW 2e-4, batch 16",
+        build=lambda _: Encoder(6),
+        units=encoder_units,
+        optimizer=_adamw(2e-4),
+        data=few_lists(800, 300, 64),
+        batch=16,
+        interval_steps=15,
+        warmup_steps=10,
+        target=0.88,
+        max_intervals=24,
+    ),
+    "minilm-spam-long": EvidenceTask(
+        note="MiniLM fine-tuned on 400 e-mails: spam or not; 64 tokens, AdamW 1e-4, batch 16",
+        build=lambda _: Encoder(2),
+        units=encoder_units,
+        optimizer=_adamw(1e-4),
+        data=few_spam(400, 300, 64),
+        batch=16,
+        interval_steps=15,
+        warmup_steps=10,
+        target=0.95,
+        max_intervals=24,
+    ),
+    "resnet-transfer-wide": EvidenceTask(
+        note="residual network of 8 blocks (48 to 384 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
+        build=lambda folder: transferred(folder, 48),
+        units=_children,
+        optimizer=_sgd(0.01),
+        data=upper_digits(500, 1000),
+        batch=32,
+        interval_steps=15,
+        warmup_steps=10,
+        target=0.95,
         max_intervals=24,
     ),
     "resnet-transfer": EvidenceTask(
