@@ -75,6 +75,11 @@ class Counting:
         """Whether the next pass is the first of an optimizer step."""
         return not self._open and self.micro == 0
 
+    @property
+    def pass_is_open(self) -> bool:
+        """Whether nobody knows yet what becomes of the last pass."""
+        return self._open
+
     def see(self, samples: int, *, backward_ran: bool) -> None:
         """A forward pass begins.
 

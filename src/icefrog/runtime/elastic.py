@@ -148,7 +148,12 @@ class LayerElastic(View):
             self._lr_scaling = LrScaling(lr_rule, base_batch, self._engine)
             refused.pop_all()
         self._gate = StepGate(
-            optimizer, self._engine.counting, self._on_micro, self._on_step, self._engine.forget_passes
+            optimizer,
+            self._engine.counting,
+            self._on_micro,
+            self._on_step,
+            self._engine.forget_passes,
+            self._engine.has_gradients,
         )
         self._wrapper = wrapper
         tell_wrapper(wrapper)
@@ -276,7 +281,7 @@ class LayerElastic(View):
                 self._trained = self._at.epoch_samples > 0  # of an epoch that goes on, nothing may be left
                 self._enter_epoch()
                 yield epoch
-                check_epoch(epoch, self._at, trained=self._trained)
+                check_epoch(epoch, self._at, trained=self._trained, ran=self._engine.ran)
         finally:
             self._keeper.join()  # left by `break` as well
         self._ending.reached(self._at)

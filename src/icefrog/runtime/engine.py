@@ -324,6 +324,15 @@ class Engine(HookOwner):
             self.before_step()
         self.counting.see(samples, backward_ran=backward_ran)
 
+    @property
+    def ran(self) -> bool:
+        """Whether the model's own forward has run in training."""
+        return self._first_pass is not None
+
+    def has_gradients(self) -> bool:
+        """Whether the last pass has had its backward, and no step or ``zero_grad`` has followed."""
+        return self.counting.pass_is_open and self.timer.backward_ran
+
     def forget_passes(self) -> None:
         """``zero_grad``: backward passes that no optimizer step followed (a batch left out, a first look) do not count."""
         self.counting.forget_passes(backward_ran=self.timer.backward_ran)
@@ -416,6 +425,12 @@ class Engine(HookOwner):
             self.statistics.skip()
         self.freezer.drop_prefix_grads()
         if self.counting.step_samples == 0:
+            if not self.ran:
+                raise UserError(
+                    "optimizer.step() was called, and no forward pass of the model before it",
+                    "call elastic.model(...) itself in training, not one of its parts or methods (model.encode(x), "
+                    "model.loss(batch)): let its forward() do what they do",
+                )
             raise UserError(
                 "cannot tell the batch size from the model's input (or the batch is empty)",
                 "leave empty batches out; pass tensors whose first dimension is the batch, or use elastic.sampler(...)",

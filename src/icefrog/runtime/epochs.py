@@ -12,8 +12,8 @@ NOT_BEGUN = (
 )
 
 
-def check_epoch(epoch: int, at: Counters, *, trained: bool) -> None:
-    """The loop's body is over for ``epoch``; ``trained``: there was an ``optimizer.step()``.
+def check_epoch(epoch: int, at: Counters, *, trained: bool, ran: bool) -> None:
+    """The loop's body is over for ``epoch``; ``trained``: there was an ``optimizer.step()``; ``ran``: the model ever ran.
 
     Raises:
         UserError: an epoch ended without a step or without ``end_epoch``, or with two.
@@ -27,6 +27,12 @@ def check_epoch(epoch: int, at: Counters, *, trained: bool) -> None:
         raise UserError(
             f"elastic.end_epoch() was called {at.epoch - epoch} times in epoch {epoch}",
             "call it once, as the last line; elastic.decide(metric) is for validation in mid-epoch",
+        )
+    if not trained and ran and at.step == 0:
+        raise UserError(
+            f"epoch {epoch} ended without a step() of the optimizer that was given to LayerElastic, though the model ran",
+            "give it the optimizer whose step() the loop calls; of one with two half steps (SAM) call step(closure), "
+            "not first_step() and second_step()",
         )
     if not trained:
         raise UserError(

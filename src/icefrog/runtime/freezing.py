@@ -4,11 +4,11 @@ Prefix parameters: requires_grad False, grad None, so that backward stops, nothi
 leaves values and state alone. Prefix modules: eval mode (stored statistics, no dropout), kept so through ``model.train()``
 by a forward pre-hook on each of them. Parameter groups are never touched.
 
-Frozen parameters alone make backward stop, unless the model's input wants a gradient or a tied weight that trains with a
-later layer is used in the prefix. Only for these the outputs of the prefix are detached, by one rule that keeps every
-gradient of a trainable layer: *a call is cut, or a parameterless module is held in eval mode, only while no trainable layer
-has run in the same forward pass.* Nothing is cut where the input was itself computed from something that trains (a
-generator before a discriminator): that would silently train no more.
+Frozen parameters alone make backward stop, unless a tied weight that trains with a later layer is used in the prefix. Only
+for that the outputs of the prefix are detached, by one rule that keeps every gradient of a trainable layer: *a call is cut,
+or a parameterless module is held in eval mode, only while no trainable layer has run in the same forward pass.* Nothing is
+cut where the input wants a gradient: for itself (a gradient penalty, an adversarial example), or for what it was computed
+from (a generator before a discriminator).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from icefrog.runtime.checksum import checksum
 from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.reentrant import FIX, PROBLEM, in_reentrant_checkpoint
-from icefrog.runtime.tensors import made_by_others
+from icefrog.runtime.tensors import wants_gradient
 from icefrog.runtime.trained import last_trained
 
 
@@ -54,7 +54,7 @@ class Freezer(HookOwner):
         self._running = -1  # the last layer that has run in the forward pass in progress
         self._inside = False  # a forward pass of the whole model is in progress
         self._recorded = False  # and gradients are wanted
-        self._fed = False  # the last forward pass, by something else that trains
+        self._asked = False  # in the last forward pass, for a gradient of the model's input
         self.reentrant = False  # the model checkpoints activations in the way that freezing does not work with
         self._index()
 
@@ -161,7 +161,7 @@ class Freezer(HookOwner):
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model is self.model:
             self._running, self._inside, self._recorded = -1, True, torch.is_grad_enabled()
-            self._fed = made_by_others((args, kwargs))
+            self._asked = wants_gradient((args, kwargs))
             self._see_modes()
             for module in self._own_mode:  # ``model.train()`` woke them; some forwards read the flags of others
                 module.training = False
@@ -188,7 +188,7 @@ class Freezer(HookOwner):
 
     def _detach_output(self, root: nn.Module, _args: Any, output: Any) -> Any:
         """Backward stops here even if a tied parameter, which trains with a later layer, was used in the prefix."""
-        if root not in self._last_user or self._fed:
+        if root not in self._last_user or self._asked:
             return output
         if self._inside and not torch.compiler.is_compiling():
             self._passed[root] = max(self._passed.get(root, -1), self._running)

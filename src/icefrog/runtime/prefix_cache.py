@@ -8,9 +8,10 @@ again in every batch of the next.
 
 On a hit the modules of the prefix do not run: they hand on zeros of the right shape, and the one that finishes last hands
 on the cached rows. That is right only if everything that the rest of the network reads of the prefix comes through that
-last output, and if the prefix is a fixed function. So the rest of the network runs once more behind the first forward pass
-at a boundary, on what the prefix handed on there (:mod:`icefrog.runtime.prefix_trial`), and before the first use one batch
-is run both ways; unless the results are equal, and no random number was drawn before that last output, the cache stays off.
+last output, and if the prefix is a fixed function of each row by itself. So behind the first forward pass at a boundary the
+rest of the network runs once more on what the prefix handed on there (:mod:`icefrog.runtime.prefix_trial`), and the prefix
+on some of the rows; and before the first use of a kind of input one batch is run both ways. Unless the results are equal, no
+random number was drawn and nothing that trains ran before that last output, the cache stays off.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from torch.utils.hooks import RemovableHandle
 from icefrog.runtime.compiled import CompiledForward
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.hook_owner import HookOwner
-from icefrog.runtime.prefix_trial import Trial, all_equal
-from icefrog.runtime.rows import UnsupportedError, leaves, pack, row_keys, take_rows, template, unpack, zeros
+from icefrog.runtime.prefix_trial import Trial, all_equal, generators_kept
+from icefrog.runtime.rows import UnsupportedError, by_row, leaves, pack, row_keys, take_rows, template, unpack, zeros
 from icefrog.runtime.rowstore import Key, RowStore
-from icefrog.runtime.tensors import made_by_others, tensors_of
+from icefrog.runtime.tensors import tensors_of, wants_gradient
 
 _TRIAL_ROWS = 4096
 """Rows looked up without one hit, after a whole store of them was written, before the cache gives up."""
@@ -88,21 +89,23 @@ class PrefixCache(HookOwner):
         self._roots: list[nn.Module] = []
         self._last: nn.Module | None = None
         self._calls: list[nn.Module] = []
-        self._shapes: dict[nn.Module, Any] = {}  # output template of each root: as left by the last real forward
-        self._structure: Any = None
+        self._input = ("", 0)  # kind and rows of the forward pass in progress
+        self._outputs: dict[nn.Module, Any] = {}  # its roots' output templates
+        self._shapes: dict[tuple[str, int], dict[nn.Module, Any]] = {}  # the same of earlier ones
+        self._structure: Any = None  # of one row of the last output
         self._trial: Trial | None = None  # of the forward pass in progress
         self._tried = False
-        self._verified = False
+        self._alone = False  # rows were shown not to depend on each other
+        self._verified: set[str] = set()  # kinds of input
         self._inside = False  # a verification is running, or the prefix alone
         self._filling = False  # the prefix alone is running
         self._filled = False  # rows were computed in smaller batches: equal to rounding, not to the bit
         self._keys: list[Key] = []
         self._batch = 0
-        self._rows: Any = None  # what the last root hands on
         self._own_forward: dict[nn.Module, Callable[..., Any]] = {}
         self._looked_up = 0
         self._refresh_at = 1
-        self._captured: Any = None
+        self._captured: list[torch.Tensor] = []  # copies of the last output's tensors: what follows may work in place
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -129,8 +132,9 @@ class PrefixCache(HookOwner):
         self._drop_store()
         self._depth, self._kind, self._roots = freezer.frozen_layers, kind, freezer.prefix_roots()
         self._last, self._structure = None, None
-        self._tried = self._verified = self._filled = False
-        self._shapes, self.hits, self.misses, self._looked_up, self._refresh_at = {}, 0, 0, 0, 1
+        self._tried = self._alone = self._filled = False
+        self._verified, self._shapes = set(), {}
+        self.hits, self.misses, self._looked_up, self._refresh_at = 0, 0, 0, 1
         self.off_reason = "" if self._roots else "nothing is frozen"
         for handle in self._root_handles:
             handle.remove()
@@ -160,7 +164,7 @@ class PrefixCache(HookOwner):
             return
         self._restore()
         self.hit, self._keys, self._trial = False, [], None
-        if not model.training or not torch.is_grad_enabled() or made_by_others((args, kwargs)):
+        if not model.training or not torch.is_grad_enabled() or wants_gradient((args, kwargs)):
             return
         if isinstance(model.forward, CompiledForward):
             self.off_reason = "the model is compiled"
@@ -168,20 +172,22 @@ class PrefixCache(HookOwner):
         self._settle()
         if self.off_reason:
             return
-        self._calls, self._captured = [], None
+        self._calls, self._outputs, self._captured = [], {}, []
         try:
-            self._batch, self._keys = row_keys((args, kwargs))
+            self._batch, self._keys, kind = row_keys((args, kwargs))
         except UnsupportedError as problem:
             self._give_up(str(problem))
             return
+        self._input = (kind, self._batch)
         rows = self._look_up()
         if rows is None and self._fill(args, kwargs):
             rows = self._look_up()
         if rows is None:
             self.misses += 1
-            self._trial = None if self._tried else Trial(model, args, kwargs)
+            known = self._tried and (self._alone or self._batch == 1)
+            self._trial = None if known else Trial(model, args, kwargs)
             return
-        if not self._verified and not self._verify(args, kwargs, rows):
+        if kind not in self._verified and not self._verify(args, kwargs, rows):
             self._give_up(_READS_MORE)
             return
         self.hits += 1
@@ -194,9 +200,9 @@ class PrefixCache(HookOwner):
         self._restore()
         if not self.hit and self._keys and not self.off_reason:
             self._keep()
-            if self._trial is not None and self._last is not None and not self.off_reason:
+            if self._trial is not None and self._input in self._shapes and not self.off_reason:
                 self._try_out(self._trial, output)
-        self._keys, self._trial = [], None
+        self._keys, self._trial, self._captured = [], None, []
 
     def _root_done(self, root: nn.Module, _args: Any, output: Any) -> None:
         if self._filling and root is self._last:
@@ -204,16 +210,22 @@ class PrefixCache(HookOwner):
         if self._inside or self.hit or not self._keys or root not in self._roots:
             return
         self._calls.append(root)
-        self._captured = output
         if self._trial is not None:
             self._trial.prefix_ran()
+        if wants_gradient(output):
+            self._give_up("a layer that trains runs before the prefix's last output")
+            return
         try:
-            self._shapes[root] = template(output, self._batch)
+            self._outputs[root] = template(output)
         except UnsupportedError as problem:
             self._give_up(f"{type(root).__name__}: {problem}")
+            return
+        if self._last is None or root is self._last:
+            self._captured = [tensor.detach().clone() for tensor in tensors_of(output)]
 
-    def _look_up(self) -> Any:
-        if self._store is None or self._last is None:
+    def _look_up(self) -> torch.Tensor | None:
+        """The packed rows of the last output, if all are there."""
+        if self._store is None or self._last is None or self._input not in self._shapes:
             return None
         self._looked_up += self._batch
         found = self._store.read(self._keys)
@@ -226,17 +238,22 @@ class PrefixCache(HookOwner):
             if hopeless:
                 self._give_up("no batch was ever seen twice: samples are changed at random, or do not fit the budget")
             return None
-        return unpack(self._structure, torch.from_numpy(found), next(self.model.parameters()).device)
+        return torch.from_numpy(found)
 
     def _keep(self) -> None:
         """After a real forward: write the rows that are new."""
-        ran = [root for root in self._calls if root in self._shapes]
+        ran = self._calls
         if len(ran) != len(set(ran)):
             self._give_up("a module of the prefix runs several times in one forward pass")
             return
         if not ran:
             return
-        last, structure = ran[-1], self._shapes[ran[-1]]
+        last = ran[-1]
+        try:
+            structure = by_row(self._outputs[last], self._batch)
+        except UnsupportedError as problem:
+            self._give_up(f"{type(last).__name__}: {problem}")
+            return
         parts = list(leaves(structure))
         if not parts:
             self._give_up(f"{type(last).__name__} hands on no tensor")
@@ -245,6 +262,7 @@ class PrefixCache(HookOwner):
             self._last, self._structure = last, structure
         elif last is not self._last or structure != self._structure:
             return  # of another shape: batches of a dozen lengths are not worth a dozen stores
+        self._shapes[self._input] = self._outputs
         if self._store is None:
             row_bytes = sum(leaf.row_bytes for leaf in parts)
             self._store = RowStore(self.folder, f"{self._kind}/{structure}", row_bytes, self.budget_bytes)
@@ -259,43 +277,48 @@ class PrefixCache(HookOwner):
 
     def _fill(self, args: Any, kwargs: Any) -> bool:
         """Where some rows of the batch are there: compute the others, by the prefix alone. Whether all are there now."""
-        if self._store is None or self._last is None or self._store.full:
+        if self._store is None or self._last is None or self._store.full or self._input not in self._shapes:
             return False
         missing = [place for place, key in enumerate(self._keys) if key not in self._store]
-        if not 0 < len(missing) < self._batch:
+        if not self._alone or not 0 < len(missing) < self._batch:
             return False
         if len(missing) == 1:  # some modules squeeze a batch of one away
             missing.append((missing[0] + 1) % self._batch)
-        try:
-            chosen = torch.tensor(missing)
-            args, kwargs = (take_rows(part, self._batch, chosen) for part in (args, kwargs))
-        except UnsupportedError:
+        output = self._prefix_of(args, kwargs, missing)
+        if output is None:
             return False
-        cuda = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        self._filled = True
+        self._store.write([self._keys[place] for place in missing], pack(output, len(missing)).numpy())
+        return all(key in self._store for key in self._keys)
+
+    def _prefix_of(self, args: Any, kwargs: Any, chosen: list[int]) -> Any:
+        """The prefix's last output for some rows of the batch; None: it cannot be had without the others."""
+        output = None
         self._inside = self._filling = True
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+            args, kwargs = (take_rows(part, self._batch, torch.tensor(chosen)) for part in (args, kwargs))
+            with torch.no_grad(), generators_kept():
                 self.model(*args, **kwargs)
         except _PrefixDone as done:
-            if template(done.output, len(missing)) == self._structure:
-                self._filled = True
-                self._store.write([self._keys[place] for place in missing], pack(done.output, len(missing)).numpy())
+            output = done.output
+        except Exception:  # whatever it is
+            return None
         finally:
             self._inside = self._filling = False
-        return all(key in self._store for key in self._keys)
+        try:
+            return output if by_row(template(output), len(chosen)) == self._structure else None
+        except UnsupportedError:
+            return None
 
     # -- taking the prefix's place -----------------------------------------------------------------------------------------
 
-    def _install(self, rows: Any) -> None:
-        for root in self._roots:
-            if root not in self._shapes:
-                continue  # it did not run
+    def _install(self, rows: torch.Tensor) -> None:
+        """``rows``: packed; what follows may work in place on them."""
+        device = next(self.model.parameters()).device
+        whole = unpack(self._structure, rows, device)
+        for root, structure in self._shapes[self._input].items():  # of those that ran
             self._own_forward[root] = root.__dict__.get("forward", _MISSING)
-            root.forward = _hands_on(
-                rows
-                if root is self._last
-                else zeros(self._shapes[root], self._batch, next(self.model.parameters()).device)
-            )
+            root.forward = _hands_on(whole if root is self._last else zeros(structure, device))
 
     def _restore(self) -> None:
         for root, own in self._own_forward.items():
@@ -306,22 +329,35 @@ class PrefixCache(HookOwner):
         self._own_forward = {}
 
     def _try_out(self, trial: Trial, output: Any) -> None:
-        """Behind the first forward pass: the rest of the network once more, so that what cannot work is said at once."""
-        self._tried = True
+        """Behind the first forward pass: what cannot work is said at once."""
         if trial.random:
             self._give_up(
                 "random numbers are drawn before the prefix's last output (dropout in the model's own forward?)"
             )
             return
-        real = list(tensors_of(output))
-        rows = unpack(
-            self._structure, pack(self._captured, self._batch), next(self.model.parameters()).device
-        )  # a copy
-        short = self._in_its_place(rows, trial.again)
-        if short is None or not all_equal(real, short, exactly=False):  # gradients may choose other kernels
+        if self._batch > 1 and not self._rows_stand_alone(trial):
+            self._give_up(
+                "the prefix's output of a sample depends on the samples beside it, or cannot be had without them"
+            )
+            return
+        self._alone = self._alone or self._batch > 1
+        if self._tried:
+            return
+        self._tried = True
+        short = self._in_its_place(pack(self._captured, self._batch), trial.again)
+        # Gradients may choose other kernels.
+        if short is None or not all_equal(list(tensors_of(output)), short, exactly=False):
             self._give_up(_READS_MORE)
 
-    def _verify(self, args: Any, kwargs: Any, rows: Any) -> bool:
+    def _rows_stand_alone(self, trial: Trial) -> bool:
+        """Whether the prefix gives the same for every second row, from the last one on, without those between."""
+        chosen = list(range(self._batch - 1, -1, -2)) if self._batch > 2 else [1, 1]
+        found = self._prefix_of(trial.args, trial.kwargs, chosen)
+        if found is None:
+            return False
+        return all_equal([tensor[chosen] for tensor in self._captured], list(tensors_of(found)), exactly=False)
+
+    def _verify(self, args: Any, kwargs: Any, rows: torch.Tensor) -> bool:
         """Run one batch both ways, leaving generators and buffers as they were."""
         trial = Trial(self.model, args, kwargs)
         self._inside = True
@@ -330,13 +366,15 @@ class PrefixCache(HookOwner):
         finally:
             self._inside = False
         short = self._in_its_place(rows, trial.again)
-        self._verified = short is not None and all_equal(real, short, exactly=not self._filled)
-        return self._verified
+        if short is None or not all_equal(real, short, exactly=not self._filled):
+            return False
+        self._verified.add(self._input[0])
+        return True
 
-    def _in_its_place(self, rows: Any, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
+    def _in_its_place(self, rows: torch.Tensor, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | None:
         """What ``run`` gives with ``rows`` in the prefix's place; None: the network cannot do with zeros."""
         self._inside = True
-        self._install(rows)
+        self._install(rows.clone())
         try:
             return run()
         except Exception:  # whatever it is

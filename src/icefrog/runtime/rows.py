@@ -22,7 +22,7 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor of an output: what follows the batch dimension."""
+    """One tensor of an output: its shape, or of rows what follows the batch dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,10 +36,11 @@ class Leaf:
 # -- hashing of inputs ------------------------------------------------------------------------------------------------------
 
 
-def row_keys(value: Any) -> tuple[int, list[Key]]:
-    """(B, a 128-bit key of every row) of whatever a model is called with.
+def row_keys(value: Any) -> tuple[int, list[Key], str]:
+    """(B, a 128-bit key of every row, the kind of input) of whatever a model is called with.
 
-    Tensors whose first dimension is B (that of the first tensor) count row by row; all else counts for every row.
+    Tensors whose first dimension is B (that of the first tensor) count row by row; all else counts for every row. The kind
+    says everything but the tensors' values and B: two inputs of one kind make tensors of the same shapes.
 
     Raises:
         UnsupportedError: there is no batch, or an argument whose value cannot be read.
@@ -57,9 +58,10 @@ def row_keys(value: Any) -> tuple[int, list[Key]]:
         rows = tensor.detach()
         rows = rows if rows.ndim and rows.shape[0] == batch else rows.reshape(1, -1)
         keys += _hash_rows(rows, number).cpu()
-    salt = np.frombuffer(_digest("|".join(plain)), dtype="<i8")
+    kind = "|".join(plain)
+    salt = np.frombuffer(_digest(kind), dtype="<i8")
     keys += torch.from_numpy(salt.copy())
-    return batch, [(int(a), int(b)) for a, b in keys.tolist()]
+    return batch, [(int(a), int(b)) for a, b in keys.tolist()], kind
 
 
 def _collect(value: Any, tensors: list[torch.Tensor], plain: list[str]) -> None:
@@ -119,22 +121,39 @@ def _weights(count: int, salt: int) -> torch.Tensor:
 # -- outputs: trees of tensors ----------------------------------------------------------------------------------------------
 
 
-def template(output: Any, batch: int) -> Any:
-    """The output with a :class:`Leaf` in place of each tensor."""
+def template(output: Any) -> Any:
+    """The output with a :class:`Leaf` in place of each tensor.
+
+    Raises:
+        UnsupportedError: it holds something that is no tensor, container or plain value.
+    """
     if isinstance(output, torch.Tensor):
-        if output.ndim == 0 or output.shape[0] != batch:
-            raise UnsupportedError(f"an output of shape {tuple(output.shape)} has no row for each sample")
-        return Leaf(tuple(output.shape[1:]), output.dtype)
+        return Leaf(tuple(output.shape), output.dtype)
     if type(output) in (tuple, list):
-        return type(output)(template(item, batch) for item in output)
+        return type(output)(template(item) for item in output)
     if type(output) is dict:
-        return {key: template(item, batch) for key, item in output.items()}
+        return {key: template(item) for key, item in output.items()}
     if output is None or isinstance(output, (bool, int, float, str)):
         return output
     raise UnsupportedError(f"an output of type {type(output).__name__} cannot be cached")
 
 
-def _map(structure: Any, make: Callable[[Leaf], torch.Tensor]) -> Any:
+def by_row(structure: Any, batch: int) -> Any:
+    """The template of one row of an output of ``batch`` rows.
+
+    Raises:
+        UnsupportedError: it holds a tensor with another first dimension.
+    """
+
+    def row(leaf: Leaf) -> Leaf:
+        if leaf.shape[:1] != (batch,):
+            raise UnsupportedError(f"an output of shape {leaf.shape} has no row for each sample")
+        return Leaf(leaf.shape[1:], leaf.dtype)
+
+    return _map(structure, row)
+
+
+def _map(structure: Any, make: Callable[[Leaf], Any]) -> Any:
     if isinstance(structure, Leaf):
         return make(structure)
     if type(structure) in (tuple, list):
@@ -156,9 +175,9 @@ def leaves(structure: Any) -> Iterable[Leaf]:
             yield from leaves(item)
 
 
-def zeros(structure: Any, batch: int, device: torch.device) -> Any:
+def zeros(structure: Any, device: torch.device) -> Any:
     """An output of that shape."""
-    return _map(structure, lambda leaf: torch.zeros((batch, *leaf.shape), dtype=leaf.dtype, device=device))
+    return _map(structure, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device))
 
 
 def pack(output: Any, batch: int) -> torch.Tensor:

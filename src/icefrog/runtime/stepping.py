@@ -25,6 +25,14 @@ def refuse_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             "the optimizer belongs to another LayerElastic already",
             "call close() on that one first, or make model and optimizer anew (re-running a notebook's cell, too)",
         )
+    lacking = [
+        name for name in ("param_groups", "state", "defaults", "step", "zero_grad") if not hasattr(optimizer, name)
+    ]
+    if lacking:
+        raise UserError(
+            f"LayerElastic takes a torch.optim.Optimizer; {type(optimizer).__name__} has no {', '.join(lacking)}",
+            "give it the optimizer that the wrapper holds: of several, the one that trains most of the model",
+        )
     own = {id(param) for param in model.parameters()}
     if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
         raise UserError(
@@ -59,6 +67,7 @@ class StepGate:
         on_step: called at each step boundary with the real step as a function; returns what ``step`` returns. None instead
             of a function: the gradient is not finite (mixed precision), and there is no step.
         on_zero: called at each ``zero_grad`` that is not in the middle of an accumulation.
+        has_gradients: whether a backward pass has followed the last forward pass, and no step or ``zero_grad`` that.
     """
 
     def __init__(
@@ -68,12 +77,14 @@ class StepGate:
         on_micro: Callable[[], None],
         on_step: Callable[[Callable[[], Any] | None], Any],
         on_zero: Callable[[], None] = lambda: None,
+        has_gradients: Callable[[], bool] = lambda: False,
     ) -> None:
         self.optimizer = optimizer
         self._counting = counting
         self._ended = False  # the backward of the micro-step in progress is over, and that was said
         self._on_micro = on_micro
         self._on_step = on_step
+        self._has_gradients = has_gradients
         self._step = optimizer.step
         self._zero_grad = optimizer.zero_grad
         self._before: dict[str, Any] = {
@@ -102,7 +113,9 @@ class StepGate:
                 "optimizer.step(closure) cannot be combined with gradient accumulation",
                 "call loss.backward() and optimizer.step() without a closure",
             )
-        if closure is not None:  # it holds the forward and backward: run it now, and hand its result to the optimizer
+        # It holds the forward and backward: run it now, and hand its result to the optimizer. Not where the gradients of the
+        # step are there already: that optimizer moves the weights before it calls it (SAM).
+        if closure is not None and not self._has_gradients():
             with torch.enable_grad():
                 ready = [closure()]
             args, kwargs = args[1:], {**kwargs, "closure": lambda: ready.pop() if ready else closure()}

@@ -30,6 +30,6 @@ def num_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
 
 
-def made_by_others(value: Any) -> bool:
-    """Whether backward would go on through one of the tensors to what it was computed from."""
-    return torch.is_grad_enabled() and any(tensor.grad_fn is not None for tensor in tensors_of(value))
+def wants_gradient(value: Any) -> bool:
+    """Whether a gradient of one of the tensors is asked for: for itself, or for what it was computed from."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(value))

@@ -1,0 +1,149 @@
+"""Optimizers that move weights before they evaluate (SAM), closures, and loops whose steps nobody can see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from icefrog.errors import UserError
+from icefrog.runtime import LayerElastic
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al. 2021), in the shape in which most scripts have it."""
+
+    def __init__(self, params: Any, base: Callable[..., torch.optim.Optimizer], rho: float = 0.1, **options: Any):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def own(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.own()]).norm()  # type: ignore[union-attr]
+        for p in self.own():
+            self.state[p]["before"] = p.clone()
+            p.add_(p.grad, alpha=float(0.1 / norm))  # type: ignore[arg-type]
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.own():
+            p.copy_(self.state[p]["before"])
+        self.base.step()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.first_step()
+        loss = torch.enable_grad()(closure)()
+        self.second_step()
+        return loss
+
+
+def sam(model: nn.Module) -> SAM:
+    return SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def trained(*, elastic_lines: bool, boundaries: dict[int, int] | None = None) -> tuple[dict[str, bytes], Any]:
+    model = models.mlp()
+    optimizer = sam(model)
+    elastic = LayerElastic(model, optimizer, rule="none", env={}) if elastic_lines else None
+    x, y = models.data()
+    for step in range(12):
+        if elastic is not None and boundaries and step in boundaries:
+            elastic.freeze(boundaries[step])
+        rows = slice(step * 16 % 64, step * 16 % 64 + 16)
+
+        def loss_of(rows: slice = rows) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+            loss.backward()
+            return loss
+
+        loss_of()
+        optimizer.step(loss_of)
+        optimizer.zero_grad()
+    return models.bytes_of(model), elastic
+
+
+def test_gradients_made_before_the_step_are_those_that_sam_climbs_along() -> None:
+    plain, _ = trained(elastic_lines=False)
+    found, elastic = trained(elastic_lines=True)
+    assert found == plain
+    assert (elastic._at.step, elastic._at.samples) == (12, 12 * 16)
+
+
+def test_under_sam_a_frozen_prefix_stays() -> None:
+    before = models.bytes_of(models.mlp())
+    found, elastic = trained(elastic_lines=True, boundaries={0: 2})
+    frozen = [name for layer in elastic.layers[:2] for name in layer.params]
+    assert all(found[name] == before[name] for name in frozen)
+    assert all(found[name] != before[name] for name in found if name not in frozen)
+
+
+def test_two_half_steps_that_nobody_sees_are_named() -> None:
+    model = models.mlp()
+    optimizer = sam(model)
+    elastic = LayerElastic(model, optimizer, rule="none", env={})
+    x, y = models.data()
+
+    def loop() -> None:
+        for _ in elastic.epochs(2):
+            for half in (optimizer.first_step, optimizer.second_step):
+                nn.functional.cross_entropy(elastic.model(x), y).backward()
+                half()
+            elastic.end_epoch()
+
+    with pytest.raises(UserError, match=r"without a step\(\) of the optimizer") as caught:
+        loop()
+    assert "step(closure)" in caught.value.hint
+
+
+class Methods(nn.Module):
+    """Trained through a method of its own, as many auto-encoders are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.decoder(torch.tanh(self.encoder(x))), x)
+
+
+def test_a_model_that_is_trained_past_its_forward_is_named() -> None:
+    model = Methods()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = LayerElastic(model, optimizer, rule="none", env={})
+    elastic.model.loss(models.data()[0]).backward()
+    with pytest.raises(UserError, match="no forward pass of the model before it") as caught:
+        optimizer.step()
+    assert "elastic.model(...)" in caught.value.hint
+
+
+class Several:
+    """Steps two optimizers at once; no optimizer itself."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    model = models.mlp()
+    several: Any = Several(torch.optim.SGD(model[:2].parameters(), lr=0.1), torch.optim.Adam(model[2:].parameters()))
+    with pytest.raises(UserError, match="Several has no param_groups") as caught:
+        LayerElastic(model, several, env={})
+    assert "wrapper" in caught.value.hint
