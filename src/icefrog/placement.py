@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,6 +93,10 @@ class FreeGpus:
         """GPUs of the largest node on which a job that names this type may lie."""
         return self.largest
 
+    def parts(self, gpu_type: str) -> tuple[Sequence[int], ...]:
+        """Nodes of one type each, of every type on which a job that names this one may lie. Here all are of one."""
+        return (range(len(self.sizes)),)
+
     def find(self, num_gpus: int, home: Sequence[GpuId] = (), gpu_type: str = ANY_GPU) -> tuple[GpuId, ...] | None:
         """A place for a job, or None; nothing is held yet.
 
@@ -107,10 +111,10 @@ class FreeGpus:
 
     def _one_node(self, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
         if home and home[0].node < len(self.sizes) and self._count[home[0].node] >= num_gpus:
-            return self._pick(home[0].node, num_gpus, home)
+            return self.pick(home[0].node, num_gpus, home)
         for count in range(num_gpus, self.largest + 1):
             if self._nodes_with[count]:
-                return self._pick(self._count.index(count), num_gpus, home)
+                return self.pick(self._count.index(count), num_gpus, home)
         return None
 
     def _many_nodes(
@@ -125,7 +129,7 @@ class FreeGpus:
         taken = set()
         for node in sorted(empty, key=lambda node: (node not in homes, -self.sizes[node], node)):
             if self.sizes[node] <= left:
-                gpus += self._pick(node, self.sizes[node], home)
+                gpus += self.pick(node, self.sizes[node], home)
                 left -= self.sizes[node]
                 taken.add(node)
         if left:
@@ -133,10 +137,10 @@ class FreeGpus:
             if not rest:
                 return None
             node = min(rest, key=lambda node: (node not in homes, self._count[node], node))
-            gpus += self._pick(node, left, home)
+            gpus += self.pick(node, left, home)
         return tuple(gpus)
 
-    def _pick(self, node: int, num_gpus: int, home: Sequence[GpuId]) -> tuple[GpuId, ...]:
+    def pick(self, node: int, num_gpus: int, home: Sequence[GpuId] = ()) -> tuple[GpuId, ...]:
         """``num_gpus`` free GPUs of a node, those of ``home`` first."""
         mask = self._free[node]
         devices = [device for device in range(self.sizes[node]) if mask >> device & 1]
@@ -170,6 +174,10 @@ class TypedGpus(FreeGpus):
         """GPUs of the largest node of a type, or of all."""
         return self.largest if gpu_type == ANY_GPU else self._largest.get(gpu_type, 0)
 
+    def parts(self, gpu_type: str) -> tuple[Sequence[int], ...]:
+        """Nodes of one type each, of every type on which a job that names this one, or any, may lie."""
+        return tuple(nodes for kind, nodes in self._nodes.items() if gpu_type in (ANY_GPU, kind))
+
     def find(self, num_gpus: int, home: Sequence[GpuId] = (), gpu_type: str = ANY_GPU) -> tuple[GpuId, ...] | None:
         """A place for a job on GPUs of one type (of this one), or None; nothing is held yet."""
         if num_gpus > self.num_free:
@@ -192,7 +200,7 @@ class TypedGpus(FreeGpus):
         fits = [node for node in nodes if self._count[node] >= num_gpus]
         if not fits:
             return None
-        return self._pick(min(fits, key=lambda node: (node not in homes, self._count[node], node)), num_gpus, home)
+        return self.pick(min(fits, key=lambda node: (node not in homes, self._count[node], node)), num_gpus, home)
 
 
 def all_free(cluster: ClusterSpec, node_gpus: Sequence[int]) -> FreeGpus:
@@ -212,7 +220,7 @@ class Placement:
     unplaced: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
     """One or two jobs that are placed together."""
 
@@ -227,15 +235,16 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
 
     A job that fits in one node never spans two; multi-node jobs take whole nodes first and never share a node with each
     other; no job spans GPU types, and one whose configuration names a type gets it; a running job whose count did not
-    change stays. If that leaves a job without a place and the plan allows it, everything is packed anew (a job that moves
-    restarts); what still finds no place is returned in ``unplaced``.
+    change stays. Where that leaves a job without a place and the plan allows it, as few running jobs as will do are moved
+    out of its way (a job that moves restarts); if there is no such way, everything is packed anew. What still finds no place
+    is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
-    kept = _pack(snapshot, units, keep=True)
-    if not kept.unplaced or not plan.migrate:
-        return kept
-    repacked = _pack(snapshot, units, keep=False)
-    return repacked if len(repacked.unplaced) < len(kept.unplaced) else kept
+    packed = _packed(snapshot, units, keep=True, migrate=plan.migrate)
+    if packed.unplaced and plan.migrate:
+        anew = _packed(snapshot, units, keep=False, migrate=False)
+        packed = anew if len(anew.unplaced) < len(packed.unplaced) else packed
+    return packed
 
 
 def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
@@ -256,19 +265,61 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
     return units
 
 
-def _pack(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool) -> Placement:
-    free = all_free(snapshot.cluster, snapshot.node_gpus)
-    allocation: dict[str, tuple[GpuId, ...]] = {}
+@dataclass(slots=True)
+class _Packing:
+    """Units on GPUs, while one after the other finds its place."""
+
+    free: FreeGpus
+    gpus_of: dict[_Unit, tuple[GpuId, ...]]
+    on_node: list[tuple[_Unit, ...]]
+
+    def copy(self) -> _Packing:
+        return _Packing(self.free.copy(), self.gpus_of.copy(), self.on_node.copy())
+
+    def settle(self, unit: _Unit, gpus: tuple[GpuId, ...]) -> None:
+        self.free.hold(gpus)
+        self.gpus_of[unit] = gpus
+        for node in {gpu.node for gpu in gpus}:
+            self.on_node[node] += (unit,)
+
+    def lift(self, unit: _Unit) -> None:
+        gpus = self.gpus_of.pop(unit)
+        self.free.release(gpus)
+        for node in {gpu.node for gpu in gpus}:
+            self.on_node[node] = tuple(one for one in self.on_node[node] if one is not unit)
+
+    def put(self, unit: _Unit) -> bool:
+        """Wherever there is room; False if there is none."""
+        gpus = self.free.find(unit.num_gpus, unit.current, unit.gpu_type)
+        if gpus is not None:
+            self.settle(unit, gpus)
+        return gpus is not None
+
+    def restarts(self, unit: _Unit) -> int:
+        """Jobs that stay so far, and would restart if the unit were moved."""
+        return len(unit.job_ids) if self.gpus_of[unit] == unit.current else 0
+
+    def cleared(self, node: int, num_gpus: int, movers: Sequence[_Unit]) -> tuple[_Packing, tuple[GpuId, ...]] | None:
+        """The packing with GPUs of a node set aside, and which, once the movers have gone elsewhere; None if they cannot."""
+        trial = self.copy()
+        for unit in movers:
+            trial.lift(unit)
+        aside = trial.free.pick(node, num_gpus)
+        trial.free.hold(aside)
+        placed = all(trial.put(unit) for unit in sorted(movers, key=_num_gpus, reverse=True))
+        return (trial, aside) if placed else None
+
+
+def _packed(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool, migrate: bool) -> Placement:
+    """All units placed, the largest first. ``keep``: those whose count did not change stay, unless they are in the way and
+    ``migrate`` lets them move."""
+    packing = _Packing(all_free(snapshot.cluster, snapshot.node_gpus), {}, [()] * len(snapshot.node_gpus))
     unplaced: list[str] = []
     spanned: set[int] = set()  # by jobs that stay
 
-    def settle(unit: _Unit, gpus: Sequence[GpuId]) -> None:
-        free.hold(gpus)
-        for job_id in unit.job_ids:
-            allocation[job_id] = tuple(sorted(gpus))
-
     def stays(unit: _Unit) -> bool:
         # Two pairs may name the same home when partners change: the first keeps it.
+        free = packing.free
         if len(unit.current) != unit.num_gpus or not free.are_free(unit.current):
             return False
         if not of_type(snapshot.cluster, unit.current, unit.gpu_type):
@@ -278,18 +329,96 @@ def _pack(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool) -> Placemen
             if unit.num_gpus <= free.largest_of(unit.gpu_type) or used & spanned:
                 return False
             spanned.update(used)
-        settle(unit, unit.current)
+        packing.settle(unit, unit.current)
         return True
 
     moving = [unit for unit in units if not (keep and stays(unit))]
     # Those that are bound to a type first; the sort is stable: equal counts in order of submission.
     for unit in sorted(moving, key=lambda unit: (unit.gpu_type == ANY_GPU, -unit.num_gpus)):
-        gpus = free.find(unit.num_gpus, unit.current, unit.gpu_type)
-        if gpus is None:
+        if packing.put(unit):
+            continue
+        roomier = _with_room(packing, unit) if migrate else None
+        if roomier is None:
             unplaced += unit.job_ids
         else:
-            settle(unit, gpus)
+            packing = roomier
+    allocation = {job_id: tuple(sorted(gpus)) for unit, gpus in packing.gpus_of.items() for job_id in unit.job_ids}
     return Placement(allocation, tuple(unplaced))
+
+
+def _with_room(packing: _Packing, unit: _Unit) -> _Packing | None:
+    """The packing with a place for one more unit, for which smaller ones leave the node where that costs fewest restarts.
+
+    None if they cannot go anywhere.
+    """
+    if packing.free.num_free < unit.num_gpus:
+        return None
+    if unit.num_gpus > packing.free.largest_of(unit.gpu_type):
+        found = (_with_room_on_many(packing, unit, nodes) for nodes in packing.free.parts(unit.gpu_type))
+        return next((one for one in found if one is not None), None)
+    nodes = [node for part in packing.free.parts(unit.gpu_type) for node in part]
+    for node, movers in _by_cost(packing, nodes, lambda node: unit.num_gpus, below=unit.num_gpus):
+        cleared = packing.cleared(node, unit.num_gpus, movers)
+        if cleared is not None:
+            roomier, aside = cleared
+            roomier.free.release(aside)
+            roomier.settle(unit, aside)
+            return roomier
+    return None
+
+
+def _with_room_on_many(packing: _Packing, unit: _Unit, nodes: Sequence[int]) -> _Packing | None:
+    """The same for a unit larger than a node: whole nodes are cleared until it finds its place. Nobody moves to a node that
+    is empty already, since there are too few of them."""
+    trial, sizes = packing.copy(), packing.free.sizes
+    aside = [trial.free.pick(node, sizes[node]) for node in nodes if trial.free.free_in(node) == sizes[node] > 0]
+    for gpus in aside:
+        trial.free.hold(gpus)
+    while True:
+        for node, movers in _by_cost(trial, nodes, lambda node: sizes[node], below=unit.num_gpus):
+            cleared = trial.cleared(node, sizes[node], movers) if movers else None
+            if cleared is not None:
+                break
+        else:
+            return None
+        trial, gpus = cleared
+        aside.append(gpus)
+        enough = trial.copy()
+        for gpus in aside:
+            enough.free.release(gpus)
+        if enough.put(unit):
+            return enough
+
+
+def _by_cost(
+    packing: _Packing, nodes: Sequence[int], wanted: Callable[[int], int], *, below: int
+) -> list[tuple[int, list[_Unit]]]:
+    """Nodes of which so many GPUs can be had, and which units would move for that; those with the fewest restarts first.
+
+    Only units that are smaller than ``below`` and lie on one node move. As few as will do: those that free most GPUs for a
+    restart first, if they are not larger than what is missing.
+    """
+    found = []
+    for node in nodes:
+        missing = wanted(node) - packing.free.free_in(node)
+        left = [
+            unit for unit in packing.on_node[node] if unit.num_gpus < below and num_nodes(packing.gpus_of[unit]) == 1
+        ]
+        if wanted(node) > packing.free.sizes[node] or missing > sum(unit.num_gpus for unit in left):
+            continue
+        left.sort(key=lambda unit: packing.restarts(unit) / unit.num_gpus)
+        movers: list[_Unit] = []
+        while missing > 0:
+            one = next((unit for unit in left if unit.num_gpus <= missing), None) or min(left, key=_num_gpus)
+            left.remove(one)
+            movers.append(one)
+            missing -= one.num_gpus
+        found.append((sum(map(packing.restarts, movers)), sum(map(_num_gpus, movers)), node, movers))
+    return [(node, movers) for *_, node, movers in sorted(found, key=lambda entry: entry[:3])]
+
+
+def _num_gpus(unit: _Unit) -> int:
+    return unit.num_gpus
 
 
 def num_nodes(gpus: Sequence[GpuId]) -> int:

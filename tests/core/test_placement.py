@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icefrog.placement import FreeGpus, num_nodes, place
+from icefrog.placement import FreeGpus, Placement, num_nodes, place
 from icefrog.testing import builders as b
 from icefrog.types import GpuId, JobView, Plan, Snapshot
 
@@ -62,6 +62,72 @@ def test_fragmented_nodes_are_repacked_by_migration():
     result = placed(jobs, {"a": 2, "b": 2, "c": 4}, nodes=2)
     assert not result.unplaced
     assert {gpu.node for gpu in result.allocation["a"]} == {gpu.node for gpu in result.allocation["b"]}
+
+
+def moved(jobs: list[JobView], result: Placement) -> set[str]:
+    """Running jobs that restart, although their count is the same."""
+    return {job.job_id for job in jobs if job.running and set(result.allocation[job.job_id]) != set(job.gpus)}
+
+
+def ones(names: str, node: int) -> list[JobView]:
+    """Jobs of one GPU each, side by side on a node."""
+    return [view(name, b.gpus(1, node=node, first=device)) for device, name in enumerate(names)]
+
+
+def test_a_small_gap_costs_one_move_not_all():
+    jobs = [*ones("abc", 0), *ones("def", 1), view("full", b.gpus(4, node=2)), view("new")]
+    result = placed(jobs, {**dict.fromkeys("abcdef", 1), "full": 4, "new": 2}, nodes=3)
+    assert not result.unplaced
+    assert len(moved(jobs, result)) == 1
+
+
+def test_one_larger_job_moves_rather_than_two_small_ones():
+    jobs = [*ones("ab", 0), view("c", b.gpus(2, node=1)), view("d", b.gpus(2, node=2)), view("new")]
+    result = placed(jobs, {"a": 1, "b": 1, "c": 2, "d": 2, "new": 4}, nodes=3)
+    assert not result.unplaced
+    assert len(moved(jobs, result)) == 1
+    assert moved(jobs, result) < {"c", "d"}
+
+
+def test_a_single_job_moves_rather_than_a_pair():
+    pair = [view(name, b.gpus(1, node=0), shared=True) for name in "ab"]
+    jobs = [*pair, view("c", b.gpus(2, node=0, first=1)), *ones("def", 1), view("new")]
+    counts = {**dict.fromkeys("abdef", 1), "c": 2, "new": 2}
+    result = placed(jobs, counts, nodes=2, pairs=[("a", "b")])
+    assert not result.unplaced
+    assert len(moved(jobs, result) & {"d", "e", "f"}) == 1
+    assert len(moved(jobs, result)) == 1
+
+
+def test_who_is_resized_makes_room_before_who_stays():
+    jobs = [*ones("ab", 0), view("shrinks", b.gpus(2, node=1)), *ones("c", 2), view("new")]
+    result = placed(jobs, {"a": 1, "b": 1, "c": 1, "shrinks": 1, "new": 8}, nodes=3)
+    assert not result.unplaced
+    assert moved(jobs, result) == {"c", "shrinks"}
+
+
+def test_whole_nodes_are_cleared_where_fewest_run():
+    jobs = [*ones("abc", 0), *ones("d", 1), *ones("ef", 2), view("new")]
+    result = placed(jobs, {**dict.fromkeys("abcdef", 1), "new": 8}, nodes=4)
+    assert not result.unplaced
+    assert moved(jobs, result) == {"d"}
+    assert {gpu.node for gpu in result.allocation["new"]} == {1, 3}
+
+
+def test_who_spans_nodes_is_in_nobodys_way():
+    large = view("large", b.gpus(4, node=0) + b.gpus(2, node=1))
+    jobs = [large, *ones("ab", 2), *ones("cd", 3), view("new")]
+    result = placed(jobs, {"large": 6, **dict.fromkeys("abcd", 1), "new": 4}, nodes=4)
+    assert not result.unplaced
+    assert moved(jobs, result) in ({"a", "b"}, {"c", "d"})
+
+
+def test_nobody_moves_where_the_plan_forbids_it():
+    jobs = [*ones("abc", 0), *ones("def", 1), view("new")]
+    plan = Plan({**{j: b.candidate(1, 1.0) for j in "abcdef"}, "new": b.candidate(2, 1.0)}, migrate=False)
+    result = place(Snapshot(0.0, b.cluster(2, 4), tuple(jobs)), plan)
+    assert result.unplaced == ("new",)
+    assert not moved(jobs, result)
 
 
 def test_counts_that_add_up_but_do_not_fit_are_returned():
