@@ -1,6 +1,6 @@
 """How fast the simulator is: jobs per CPU second, in absolute numbers and against a plain Python loop of the same run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_simulator.py [--quick] [--only NAME] [--data DIR] [--json]
+    python benchmarks/bench_simulator.py [--quick] [--only NAME] [--data DIR] [--json]
 
 Times are CPU seconds of this one process, so that a busy machine decides less; what a machine does to Python is in the
 reference, a loop of a million additions that is timed before and after every case (the faster of the two counts). A case is
@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when numpy is loaded
 
 from icefrog.executors.sim.pollux.world import PolluxWorld, pollux_specs, read_applications
 from icefrog.replay import TraceChoice, prepare

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from icefrog.candidates import LAYER_ELASTIC, candidates, is_rigid
+from icefrog.lazymap import WhileActive
 from icefrog.profile import Profile
 from icefrog.requested_candidates import MIN_TTA_S
 from icefrog.spec import ClusterSpec, JobSpec
@@ -41,10 +43,13 @@ class CandidateCache:
 
     It remembers one set of options a job. Jobs that have not reported what they cost are not cached, nor is what costs next
     to nothing (the options of rigid policies).
+
+    Args:
+        active: the ids of the unfinished jobs (``ClusterState.active``); the others are forgotten.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[_Basis, tuple[Candidate, ...]]] = {}
+    def __init__(self, active: Collection[str]) -> None:
+        self._known = WhileActive[tuple[_Basis, tuple[Candidate, ...]]](active)
 
     def __call__(
         self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing = LAYER_ELASTIC
@@ -59,7 +64,7 @@ class CandidateCache:
             age_s = max(now_s - view.submit_s, 0.0)
             return tuple(_aged(option, age_s, view.remaining_samples) for option in known[1])
         fresh = candidates(view, cluster, now_s, pricing)
-        self._known[view.job_id] = (basis, fresh)
+        self._known.put(view.job_id, (basis, fresh))
         return fresh
 
 

@@ -1,9 +1,9 @@
-"""A mapping whose values are made when they are asked for: a trace of 80,000 jobs never has all of them at once."""
+"""Mappings that never hold all of a trace's jobs at once: values made when they are asked for, or kept while of use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 V = TypeVar("V")
 
@@ -42,3 +42,32 @@ class LazyMap(Mapping[str, V]):
 
     def __len__(self) -> int:
         return len(self._keys)
+
+
+class WhileActive(Generic[V]):
+    """What is remembered of jobs, as long as they are not finished.
+
+    Args:
+        active: the ids of the unfinished jobs, kept up to date by whoever owns it.
+    """
+
+    def __init__(self, active: Collection[str]) -> None:
+        self._active = active
+        self._kept: dict[str, V] = {}
+
+    def get(self, job_id: str) -> V | None:
+        """What is remembered of a job."""
+        return self._kept.get(job_id)
+
+    def put(self, job_id: str, remembered: V) -> None:
+        """Remember it; the jobs that have finished are let go whenever as many are kept as are active, twice over."""
+        self._kept[job_id] = remembered
+        if len(self._kept) > 2 * len(self._active) + _SPARE:
+            self._kept = {one: self._kept[one] for one in self._active if one in self._kept}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+_SPARE = 16
+"""So that a nearly empty cluster is not looked through at each turn."""

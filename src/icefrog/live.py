@@ -162,7 +162,7 @@ def up(
         state = home.replay(log, settings.cluster)
         before = {job.job_id for job in state.jobs.values() if job.finished}
         config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s)
-        controller = Controller(state, chosen, CandidateCache(), config)
+        controller = Controller(state, chosen, CandidateCache(state.active), config)
         signals = _Signals()
 
         def keep_going() -> bool:

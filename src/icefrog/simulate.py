@@ -4,7 +4,7 @@ from it."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,8 +92,8 @@ class Scenario:
     num_jobs: int
     estimates: Mapping[str, Profile]
     """The profiles that the state hands to policies, by job id."""
-    candidates: Callable[[], CandidateSource] = CandidateCache
-    """A fresh source of candidates for each run."""
+    candidates: Callable[[Collection[str]], CandidateSource] = CandidateCache
+    """A fresh source of candidates for each run; it is told the ids of the unfinished jobs, kept up to date."""
     policy_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of policies that this scenario is published with, where the caller gives none."""
 
@@ -147,7 +147,7 @@ def simulate(
     chosen = make_policy(policy, {**scenario.policy_defaults.get(policy, {}), **(options or {})})
     config = ControllerConfig(seed=settings.seed, restart_s=settings.restart_s, event_driven=settings.event_driven)
     state = ClusterState(scenario.cluster, scenario.estimates)
-    controller = Controller(state, chosen, scenario.candidates(), config)
+    controller = Controller(state, chosen, scenario.candidates(state.active), config)
     watch = _Watch(policy, scenario.num_jobs, state, settings.check, progress)
     path = None if out_dir is None else out_dir / policy / "events.jsonl"
     started_s = RealClock().now_s()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from experiment_files import SMALL
 
 from icefrog.cli.main import run
+from icefrog.cli.threads import one_blas_thread
 
+SIMULATE = ["simulate", "--policy", "fifo", "--trace", "no.csv", "--cluster", "2x4"]
 WHATIF = ["whatif", "--trace", "synth:philly-120", "--cluster", "2x4", "--jobs", "8", "--seeds", "2", "--workers", "1"]
 
 
@@ -40,6 +44,50 @@ def test_an_experiment(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 cells, 4 finished, 0 to do" in capsys.readouterr().out
     assert run(["experiment", str(file), "--workers", "1"]) == 0
     assert "4 of 4 cells, 4 of them finished before" in capsys.readouterr().out
+
+
+def test_a_dry_run_tells_a_damaged_cell_from_a_finished_one(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["experiment", str(file), "--workers", "1"]) == 0
+    damaged = sorted(Path("runs/small/cells").iterdir())[0]
+    damaged.write_text(damaged.read_text().replace('"seed":0', '"seed":8').replace('"seed":1', '"seed":8'))
+    capsys.readouterr()
+    assert run(["experiment", str(file), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert f"todo  {damaged.stem}" in out
+    assert "4 cells, 3 finished, 1 to do" in out
+
+
+@pytest.mark.parametrize("command", [["experiment", "no.yaml"], SIMULATE])
+def test_numerical_libraries_are_loaded_with_one_thread(tmp_path: Path, command: list[str]) -> None:
+    """In a process of its own: they look at the environment when they are loaded, and never again."""
+    (tmp_path / "watch.py").write_text(WATCH)
+    unset = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    argv = [sys.executable, "watch.py", *command]
+    process = subprocess.run(argv, cwd=tmp_path, env=unset, capture_output=True, text=True, check=False)
+    assert process.returncode == 2, process.stderr
+    assert process.stdout == "numpy with 1 and 1\n"
+
+
+def test_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    one_blas_thread()
+    assert (os.environ["OMP_NUM_THREADS"], os.environ.get("OPENBLAS_NUM_THREADS")) == ("3", None)
+
+
+WATCH = """
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numpy":
+            print("numpy with", os.environ.get("OMP_NUM_THREADS"), "and", os.environ.get("OPENBLAS_NUM_THREADS"))
+
+sys.meta_path.insert(0, Watch())
+from icefrog.cli.main import main
+main(sys.argv[1:])
+"""
 
 
 def test_a_part_of_an_experiment(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

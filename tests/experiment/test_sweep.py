@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 from experiment_files import SMALL, deadly, fake, load
+from experiment_files import result as cell_result
 
 from icefrog.errors import UserError
+from icefrog.experiment import cell_run
 from icefrog.experiment.backends import Inline, Outcome, Outcomes, Processes, compute
 from icefrog.experiment.cell_run import run_cell, without_clock
 from icefrog.experiment.cells import Cell
-from icefrog.experiment.digest import program_digest, trace_digest
+from icefrog.experiment.digest import RESULT, program_digest, trace_digest
 from icefrog.experiment.store import CellStore
 from icefrog.experiment.sweep import plan, run_sweep
 
@@ -135,6 +139,35 @@ def test_a_result_with_another_number_in_it_is_computed_again(tmp_path: Path) ->
         backend = Fake()
         run_sweep(planned, store, backend)
         assert len(backend.computed) == 1
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_result_that_is_no_number_fails_its_cell_alone(tmp_path: Path, number: float) -> None:
+    planned = plan(list(load(tmp_path).cells()))
+    store = CellStore(tmp_path / "out")
+
+    class Broken(Fake):
+        def run(self, cells: Sequence[Cell]) -> Outcomes:
+            for outcome in super().run(cells):
+                yield Outcome(1, cell_result([5.0], rho=[0.0, number])) if outcome.index == 1 else outcome
+
+    sweep = run_sweep(planned, store, Broken())
+    assert sweep.failed == {planned[1].key: f"a result that is no finite number: summary.rho[1] is {number}"}
+    assert len(sweep.results) == len(list(store.folder.iterdir())) == 3
+
+
+def test_a_change_of_what_runs_a_cell_is_another_program() -> None:
+    """Of the modules of this package all that ``cell_run`` imports, and what those import."""
+    package = Path(cell_run.__file__).parent
+    found, left = set(), ["cell_run"]
+    while left:
+        found.add(name := left.pop())
+        imports = re.findall(
+            r"^ *from icefrog\.experiment\.(\w+) import", (package / f"{name}.py").read_text(), re.MULTILINE
+        )
+        left += [other for other in imports if other not in found]
+    assert {f"experiment/{name}.py" for name in found} == set(RESULT)
+    assert "experiment/spec.py" in RESULT
 
 
 def test_a_result_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

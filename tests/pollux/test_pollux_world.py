@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from invented import FOUR_NODES, step_s, trace, write
@@ -55,6 +58,20 @@ def test_an_epoch_that_spans_steps_is_counted_step_by_step(tmp_path: Path) -> No
         now_s += round((threshold - progress) / goodput)
         progress = threshold
     assert finish_s(run(tmp_path, (1.0, 1, 32))) == [now_s]
+
+
+def test_the_options_of_finished_jobs_are_forgotten(tmp_path: Path) -> None:
+    settings = pollux_settings()
+    jobs = trace(*((300.0 * number, 1, 8) for number in range(40)))
+    scenario, _ = pollux_scenario(jobs, FOUR_NODES, write(tmp_path), settings)
+    sources: list[Any] = []
+
+    def watched(active: Collection[str]) -> Any:
+        sources.append(scenario.candidates(active))
+        return sources[-1]
+
+    assert not simulate(replace(scenario, candidates=watched), "optimus", settings=settings).stalled
+    assert 0 < len(sources[0]._known) < 20
 
 
 def test_a_preempted_job_waits_and_pays_the_restart_again(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_light_pairs_lose_a_few_percent_and_full_ones_half() -> None:
 @CONTRACT
 def test_cached_candidates_are_the_candidates(case: Case) -> None:
     """At first sight, later, and after the job has moved on."""
-    cache = CandidateCache()
+    cache = CandidateCache({job.job_id for job in case.snapshot.jobs})
     for job in case.snapshot.jobs:
         for pricing in (LAYER_ELASTIC, Pricing()):
             for now_s in (case.snapshot.now_s, case.snapshot.now_s + 777.7):

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from icefrog.cli.numbers import HOURS, LOAD
+from icefrog.cli.threads import one_blas_thread
 
 if TYPE_CHECKING:
     from icefrog.experiment.aggregate import Document
@@ -50,6 +51,7 @@ def experiment(
 
     Finished cells are kept in OUT/cells and never repeated; an interrupted experiment goes on where it stopped.
     """
+    one_blas_thread()
     from icefrog.experiment.aggregate import aggregate
     from icefrog.experiment.cells import expand
     from icefrog.experiment.select import select
@@ -116,6 +118,7 @@ def whatif(
     --change noise=0.3         a setting of the world, or round_s, restart_s
     --change gpus+8,load=1.5   both together; give --change again for another scenario
     """
+    one_blas_thread()
     from icefrog.cli.simulation import parse_settings, parse_time
     from icefrog.experiment.cells import Condition, Variant
     from icefrog.experiment.changes import Setup, changed
@@ -148,8 +151,9 @@ def backend(workers: int | None, ray: str | None) -> Backend:
 
         return RayCluster(ray, workers)
     number = workers or _cores()
-    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS"):
-        os.environ.setdefault(variable, "1")  # workers inherit it: one process a core, not one thread a core in each
+    os.environ.setdefault(
+        "POLARS_MAX_THREADS", "1"
+    )  # workers inherit it: one process a core, not one thread a core in each
     return Inline() if number == 1 else Processes(number)
 
 
@@ -204,10 +208,12 @@ def _print(document: dict[str, Any], sweep: Sweep, table: Any, page: Path) -> No
 
 def _list_cells(planned: Sequence[Planned], out_dir: Path) -> int:
     """The cells, one a line; nothing is written."""
+    from icefrog.experiment.store import finished
+
     seen: dict[str, bool] = {}
     for one in planned:
-        path = out_dir / "cells" / f"{one.key}.json"
-        seen[one.key] = path.is_file()
+        if one.key not in seen:
+            seen[one.key] = finished(out_dir, one.key) is not None
         click.echo(f"{'done' if seen[one.key] else 'todo'}  {one.key}  {one.cell.label()}")
     done = sum(seen.values())
     click.echo(f"{len(seen)} cells, {done} finished, {len(seen) - done} to do; results in {out_dir}")

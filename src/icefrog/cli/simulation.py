@@ -17,6 +17,7 @@ from rich.console import Console
 
 from icefrog.cli.numbers import HOURS, LOAD, NOISE, RESTART_S, ROUND_S
 from icefrog.cli.outages import outage_options, parse_outages
+from icefrog.cli.threads import one_blas_thread
 from icefrog.errors import UserError
 
 
@@ -82,6 +83,7 @@ def simulate(
     as_json: bool,
 ) -> int:
     """Replay a trace under one or more policies and compare them."""
+    one_blas_thread()
     from icefrog.executors.sim.truth import WorldConfig
     from icefrog.replay import TraceChoice, prepare, replay_scenario
     from icefrog.report import render_comparison

@@ -21,8 +21,8 @@ PRESENTATION = (
     *("live.py", "livequery.py", "liveview.py", "home.py", "demo.py"),
 )
 """Parts of the package that no simulation's numbers depend on: a change there repeats no cell."""
-RESULT = ("experiment/cell_run.py",)
-"""Exceptions from that."""
+RESULT = ("experiment/cell_run.py", "experiment/cells.py", "experiment/spec.py")
+"""Exceptions from that: what runs a cell, and what it reads the cell's settings with."""
 
 
 @functools.cache

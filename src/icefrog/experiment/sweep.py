@@ -12,7 +12,7 @@ from icefrog.errors import UserError
 from icefrog.experiment.backends import Backend
 from icefrog.experiment.cells import Cell
 from icefrog.experiment.digest import program_digest, trace_digest
-from icefrog.experiment.store import CellStore
+from icefrog.experiment.store import CellStore, NotFiniteError
 
 Result = Mapping[str, Any]
 """What :func:`icefrog.experiment.cell_run.run_cell` returns."""
@@ -80,8 +80,11 @@ def run_sweep(
             elif (changed := _changed(missing[key], key)) is not None:
                 failed[key] = changed
             else:
-                store.put(key, missing[key], outcome.result)
-                results[key] = outcome.result
+                try:
+                    store.put(key, missing[key], outcome.result)
+                    results[key] = outcome.result
+                except NotFiniteError as error:
+                    failed[key] = str(error)
             if progress is not None:
                 progress(len(results) + len(failed), total, missing[key].label())
     return Sweep(results, failed, reused)

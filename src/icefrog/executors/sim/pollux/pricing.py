@@ -6,12 +6,13 @@ batch: the model that each job has fitted to its own steps, as it reported it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, overload
 
 from icefrog.executors.sim.pollux.application import MAX_GPUS, Application, LocalBatch, NotMeasuredError
 from icefrog.executors.sim.pollux.goodput import NOISY, PerfParams, best_batches
+from icefrog.lazymap import WhileActive
 from icefrog.profile import Profile
 from icefrog.spec import ClusterSpec, JobSpec
 from icefrog.types import Candidate, Config, Estimate, GradientStats, JobView, Pricing
@@ -76,11 +77,12 @@ class PolluxCandidates:
 
     Args:
         apps: measurements by application.
+        active: the ids of the unfinished jobs; the others are forgotten.
     """
 
-    def __init__(self, apps: Mapping[str, Application]) -> None:
+    def __init__(self, apps: Mapping[str, Application], active: Collection[str]) -> None:
         self._apps = apps
-        self._known: dict[str, _Known] = {}
+        self._known = WhileActive[_Known](active)
         self._menus: dict[tuple[str, int, tuple[int, ...], int, bool], _Menu] = {}
 
     def __call__(self, view: JobView, cluster: ClusterSpec, now_s: float, pricing: Pricing) -> Sequence[Candidate]:
@@ -100,7 +102,7 @@ class PolluxCandidates:
             options = _fitted(app, view, cluster, age_s)
         else:
             options = self._oracle(app, view, cluster, age_s, pricing.counts == "requested")
-        self._known[view.job_id] = _Known(view.effective_samples, view.profile, view.stats, pricing, options)
+        self._known.put(view.job_id, _Known(view.effective_samples, view.profile, view.stats, pricing, options))
         return options
 
     def _oracle(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,9 +63,9 @@ class PolluxWorld:
         """A generator of the job's own."""
         return np.random.default_rng([self._config.seed, zlib.crc32(job_id.encode()), stream])
 
-    def candidates(self) -> PolluxCandidates:
-        """A fresh source of options."""
-        return PolluxCandidates(self.apps)
+    def candidates(self, active: Collection[str]) -> PolluxCandidates:
+        """A fresh source of options; ``active``: the ids of the unfinished jobs."""
+        return PolluxCandidates(self.apps, active)
 
 
 def read_applications(data_dir: Path, names: Sequence[str] = tuple(RULES)) -> dict[str, Application]:
