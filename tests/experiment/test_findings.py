@@ -13,6 +13,7 @@ from rich.console import Console
 
 from icefrog.experiment.aggregate import aggregate
 from icefrog.experiment.curves import curves
+from icefrog.experiment.figures import sensitivity
 from icefrog.experiment.files import cells_frame, document_json, write_files
 from icefrog.experiment.page import render_page
 from icefrog.experiment.sweep import Planned, Sweep
@@ -141,6 +142,52 @@ def test_curves_over_an_option(tmp_path: Path) -> None:
         ("icefrog", [0.0, 0.5, 1.0], False),
     ]
     assert 'data-curve="ratio"' in render_page(document)
+
+
+def made(*jct_s: float) -> dict[int, Any]:
+    return {seed: result([value]) for seed, value in enumerate(jct_s)}
+
+
+def test_a_setting_of_the_world_is_compared_with_its_default(tmp_path: Path) -> None:
+    """Noise 0.05 is the default. Of fifo's replicates at 0.5 one is missing: pairs stay pairs."""
+    text = SMALL.replace("seeds: 2", "seeds: 3") + "world: {noise: [0, 0.05, 0.5]}\n"
+    what = load(tmp_path, text)
+    jct_s = {"noise=0": made(80, 120, 100), "noise=0.05": made(100, 150, 110), "noise=0.5": made(150, 200)}
+    cells = [Planned(cell, f"{i}") for i, cell in enumerate(what.cells())]
+    there = {
+        one.key: jct_s[one.cell.condition.label][one.cell.seed]
+        for one in cells
+        if one.cell.variant.name == "fifo" and one.cell.seed in jct_s[one.cell.condition.label]
+    }
+    document = aggregate(what, cells, Sweep(there, {}, 0))
+    outcomes = [condition["rows"][0]["sensitivity"]["noise"] for condition in document["conditions"]]
+    assert [one["at"] for one in outcomes] == [0.05] * 3
+    assert [one["pairs"] for one in outcomes] == [3, 3, 2]
+    assert [one["ratio"] for one in outcomes] == pytest.approx([300 / 360, 1.0, 350 / 250])
+    assert outcomes[0]["low"] < 300 / 360 < outcomes[0]["high"] < 1.0  # all three end sooner
+    assert outcomes[2]["low"] is None  # two replicates
+    found = curves(document)
+    assert found is not None
+    drawn = sensitivity(found)
+    assert drawn is not None
+    (line,) = drawn["data"]
+    assert (line["name"], line["x"]) == ("fifo", [0.0, 0.05, 0.5])
+    assert line["y"] == pytest.approx([300 / 360, 1.0, 350 / 250])
+    assert line["error_y"]["array"][0] == pytest.approx(outcomes[0]["high"] - 300 / 360)
+    assert drawn["layout"]["yaxis"]["title"]["text"] == "mean JCT / mean JCT at noise=0.05"
+    assert 'data-curve="sensitivity"' in render_page(document)
+
+
+def test_a_listed_option_is_compared_with_its_default_and_other_jobs_with_nothing(tmp_path: Path) -> None:
+    names = ("fifo", "icefrog[rho=0]", "icefrog[rho=0.5]", "icefrog[rho=1]")
+    numbers = dict(zip(names, (70.0, 40.0, 20.0, 30.0), strict=True))
+    results = {(name, seed): result([numbers[name]]) for name in names for seed in (0, 1)}
+    (condition,) = findings(tmp_path, OPTIONS, results)["conditions"]
+    assert [row["sensitivity"].get("rho", {}).get("ratio") for row in condition["rows"]] == [None, 2.0, 1.0, 1.5]
+    assert condition["rows"][1]["sensitivity"]["rho"]["at"] == 0.5
+    found = curves(findings(tmp_path, LOADS))
+    assert found is not None
+    assert sensitivity(found) is None  # another load is other jobs
 
 
 def test_nothing_varied_makes_no_curve(tmp_path: Path) -> None:

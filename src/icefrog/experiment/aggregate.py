@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from icefrog.experiment.cells import Condition, Experiment, Variant
+from icefrog.experiment.sensitivity import sensitivities
 from icefrog.experiment.statistics import Comparison, Interval, compare, mean_interval
 from icefrog.experiment.sweep import Planned, Result, Sweep
 
@@ -73,7 +74,24 @@ def aggregate(experiment: Experiment, planned: Sequence[Planned], sweep: Sweep) 
         rows = [Replicates(v, table[i, v.name]) for v in experiment.variants if (i, v.name) in table]
         if rows:
             conditions.append(condition_findings(condition, rows, experiment.base))
-    return findings(experiment.name, experiment.about, experiment.base, planned, sweep, conditions)
+    document = findings(experiment.name, experiment.about, experiment.base, planned, sweep, conditions)
+    _add_sensitivities(document, experiment, table)
+    return document
+
+
+def _add_sensitivities(
+    document: Document, experiment: Experiment, table: Mapping[tuple[int, str], Mapping[tuple[str, int], Result]]
+) -> None:
+    """``sensitivity`` of every row that lies along a knob."""
+    jct_s = {
+        place: {replicate: _number(result["summary"].get("avg_jct_s")) for replicate, result in results.items()}
+        for place, results in table.items()
+    }
+    found = sensitivities(experiment.conditions, experiment.variants, jct_s)
+    places = {condition.label: i for i, condition in enumerate(experiment.conditions)}
+    for condition in document["conditions"]:
+        for row in condition["rows"]:
+            row["sensitivity"] = found.get((places[condition["label"]], row["variant"]), {})
 
 
 def findings(

@@ -133,7 +133,27 @@ def ratio_over(found: Curves, base: str) -> Figure | None:
             lines.append(_curve(i, curve, points, "ratio", times))
     if not lines:
         return None
-    shown = figure(lines, xaxis=_x_axis(found), yaxis={"title": f"mean JCT of {escape(base)} / mean JCT"})
+    return _around_one(lines, found, f"mean JCT of {escape(base)} / mean JCT")
+
+
+def sensitivity(found: Curves) -> Figure | None:
+    """Mean completion time along the knob in times that of the same policy at the default; below the line is faster."""
+    lines: list[Figure] = []
+    settings: set[float] = set()
+    for i, curve in enumerate(found.lines):
+        rows = [(x, row.get("sensitivity", {}).get(found.axis)) for x, row in curve.points]
+        points = [(x, outcome) for x, outcome in rows if outcome is not None]
+        if len(points) > 1:
+            lines.append(_curve(i, curve, points, "ratio", times))
+            settings |= {outcome["at"] for _, outcome in points}
+    if not lines:
+        return None
+    where = f"{found.axis}={settings.pop():g}" if len(settings) == 1 else "the first value"
+    return _around_one(lines, found, f"mean JCT / mean JCT at {escape(where)}")
+
+
+def _around_one(lines: Sequence[Figure], found: Curves, title: str) -> Figure:
+    shown = figure(list(lines), xaxis=_x_axis(found), yaxis={"title": title})
     shown["layout"]["shapes"] = [
         {
             "type": "line",

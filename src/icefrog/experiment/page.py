@@ -45,8 +45,10 @@ def render_page(document: Mapping[str, Any]) -> str:
     found = curves(document)
     drawn = {} if found is None else {key: figures.over(found, key, title, kind) for key, title, kind in figures.CURVES}
     if found is not None:
-        drawn = {"ratio": figures.ratio_over(found, document["base"]), **drawn}
-    titles = {"ratio": f"Speed-up over {document['base']}"} | {key: title for key, title, _ in figures.CURVES}
+        first = {"sensitivity": figures.sensitivity(found), "ratio": figures.ratio_over(found, document["base"])}
+        drawn = first | drawn
+    titles = {"sensitivity": "What it costs", "ratio": f"Speed-up over {document['base']}"}
+    titles |= {key: title for key, title, _ in figures.CURVES}
     shown = {key: drawing for key, drawing in drawn.items() if drawing is not None}
     return environment.get_template("page.html").render(
         title=document["name"],
