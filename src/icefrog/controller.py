@@ -119,7 +119,7 @@ class Controller:
     def round_needed_after(self, events: Sequence[ev.Event]) -> float:
         """The same, once ``events`` are handled."""
         for event in events:
-            if self._voids(event):
+            if self._voids(event) or _reprices(event):
                 return -math.inf
         return self._stands_until_s
 
@@ -138,6 +138,8 @@ class Controller:
             elif self._voids(event):
                 self._stands_until_s = -math.inf
                 due = due or self.config.event_driven
+            elif _reprices(event):
+                self._stands_until_s = -math.inf  # in the next round
         for event in events:
             self._consequence(event, step)
         if due:
@@ -303,6 +305,11 @@ class Controller:
         if job.grant is not None and _bounds(grant) != _bounds(job.grant):
             return ev.Regrant(time_s=now_s, job_id=job_id, attempt=attempt, reason=reason, grant=grant)
         return None
+
+
+def _reprices(event: ev.Event) -> bool:
+    """Whether a job says anew what its configurations cost."""
+    return event.kind == "progress_reported" and event.profile is not None
 
 
 @lru_cache(maxsize=4096)

@@ -251,8 +251,9 @@ class Plan:
     """Where the policy wants its jobs, GPU by GPU, in the order of ranks; None: ``placement.place`` decides for all, as it
     does where the policy gave a job GPUs of several types, or of another than chosen (with ``keeps``: an error)."""
     stands_until_s: float = 0.0
-    """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs or a node changes (progress
-    reports do not count). The driver spares rounds in which nothing of that happened. ``inf``: for good."""
+    """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs, a node changes, or a job
+    reports a new profile (progress alone does not count). The driver spares rounds in which nothing of that happened.
+    ``inf``: for good."""
     keeps: bool = False
     """The plan names changes only: a running job that is neither in ``choices`` nor in ``preempted`` keeps what it has (and
     its reason). Spares all concerned the work where thousands run; ``choices`` then names those that start or change, pairs

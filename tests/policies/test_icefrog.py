@@ -76,6 +76,16 @@ def test_a_change_must_be_worth_its_restart() -> None:
     assert counts(decide([view("A", gpus=(2, 4))], {"A": slightly})) == {"A": 4}
 
 
+def test_who_ends_before_a_restart_is_over_is_not_resized() -> None:
+    """Two of A's four GPUs would let B run now; but A, if it has 50 s left, gives up all four in less than its restart."""
+    held = view("A", held=tuple(GpuId(0, device) for device in range(4)), gpus=(2, 4))
+    short = options(g2=2)
+    ends_soon, goes_on = options(g2=52 / 60, g4=50 / 60), options(g2=104 / 60, g4=100 / 60)
+    jobs = [held, view("B", gpus=(2,))]
+    assert counts(decide(jobs, {"A": ends_soon, "B": short}, min_gain=0.0)) == {"A": 4}
+    assert counts(decide(jobs, {"A": goes_on, "B": short}, min_gain=0.0)) == {"A": 2, "B": 2}
+
+
 def test_who_ran_undisturbed_for_long_moves_for_less() -> None:
     held = view("A", held=(GpuId(0, 0), GpuId(0, 1)), gpus=(2, 4))
     days = options(g2=6000, g4=5400)  # a tenth less, with idle GPUs, for a restart of a minute

@@ -49,16 +49,25 @@ def snapshot(num_jobs: int, num_gpus: int) -> Snapshot:
 
 
 @pytest.mark.parametrize(("num_jobs", "num_gpus", "num_pairs"), [(3, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 4), (9, 4, 4)])
-def test_optimus_plus_packs_as_many_pairs_as_the_queue_takes(num_jobs: int, num_gpus: int, num_pairs: int) -> None:
+def test_optimus_plus_can_pack_as_many_pairs_as_the_queue_takes(num_jobs: int, num_gpus: int, num_pairs: int) -> None:
     now = snapshot(num_jobs, num_gpus)
-    plan = make_policy("optimus+").decide(now, {job.job_id: options() for job in now.jobs})
+    plan = make_policy("optimus+", {"pack": "short"}).decide(now, {job.job_id: options() for job in now.jobs})
     assert len(plan.pairs) == num_pairs
     assert len(plan.choices) == min(num_jobs, num_gpus + num_pairs)
 
 
+@pytest.mark.parametrize(("num_jobs", "gpus"), [(1, [2]), (2, [1, 1]), (3, [1, 1, 2]), (9, [1] * 8)])
+def test_optimus_plus_packs_first_and_deals_out_what_that_leaves(num_jobs: int, gpus: list[int]) -> None:
+    """Of four GPUs each pair takes one; a job that finds no partner has two, or none."""
+    now = snapshot(num_jobs, 4)
+    plan = make_policy("optimus+").decide(now, {job.job_id: options() for job in now.jobs})
+    assert len(plan.pairs) == min(num_jobs // 2, 4)
+    assert sorted(choice.config.num_gpus for choice in plan.choices.values()) == gpus
+
+
 def test_optimus_plus_deals_out_what_packing_leaves() -> None:
     now = snapshot(3, 4)
-    plan = make_policy("optimus+").decide(now, {job.job_id: options() for job in now.jobs})
+    plan = make_policy("optimus+", {"pack": "short"}).decide(now, {job.job_id: options() for job in now.jobs})
     assert sorted(choice.config.num_gpus for choice in plan.choices.values()) == [1, 1, 2]
     alone = make_policy("optimus+", {"share": False}).decide(snapshot(5, 4), {f"j{i}": options() for i in range(5)})
     assert not alone.pairs

@@ -25,7 +25,7 @@ def curve(*remaining_s: float) -> list[Candidate]:
 
 
 def counts(curves: list[list[Candidate]], num_gpus: int) -> list[int]:
-    chosen = marginal_gain(curves, lambda job, option: option.estimate.remaining_s or 0.0, num_gpus)
+    chosen, _ = marginal_gain(curves, lambda job, option: option.estimate.remaining_s or 0.0, num_gpus)
     return [0 if at is None else curves[job][at].config.num_gpus for job, at in enumerate(chosen)]
 
 

@@ -52,7 +52,7 @@ class IceFrog:
     estimates are not so exact that the last percent could be told from noise, and where jobs come and go nothing lasts. With
     ``batch=fixed`` it must gain the less the longer the job has run undisturbed: a job of days on a quiet cluster is not
     left with a sixth less than its best speed for a restart of a minute. With elastic batches the cluster is full, and that
-    was measured to cost a percent.
+    was measured to cost a percent. A job that ends before a restart would be over keeps what it has, or waits.
     """
 
     name: ClassVar[str] = "icefrog"
@@ -193,6 +193,8 @@ class IceFrog:
             if not alone:
                 continue
             shared = tuple(c for c in options if c.config.shared) if self.options.share else ()
+            if (own := _about_to_end(view, alone, snapshot.now_s)) is not None:
+                alone, shared = (own,), ()
             since_s, must_run = self._claim(view, snapshot.now_s, forced)
             offers.append(_Offer(view, alone, shared, since_s, must_run))
         offers.sort(key=lambda offer: (not offer.must_run, offer.waits_since_s if offer.must_run else 0.0))
@@ -274,6 +276,14 @@ def _whole_nodes(options: tuple[Candidate, ...], node_gpus: int) -> tuple[Candid
     """Without counts above a node that are not whole nodes (section 9), unless the job has nothing else."""
     tidy = tuple(c for c in options if c.config.num_gpus <= node_gpus or c.config.num_gpus % node_gpus == 0)
     return tidy or options
+
+
+def _about_to_end(view: JobView, alone: Sequence[Candidate], now_s: float) -> Candidate | None:
+    """What a job runs with that ends before a restart would be over: whatever it was given, it would end later."""
+    if not view.running or view.shared:
+        return None
+    own = next((c for c in alone if c.config.num_gpus == view.num_gpus), None)
+    return own if own is not None and base.remaining_s(own, view, now_s) <= view.restart_s else None
 
 
 def _best_s(offer: _Offer) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -25,8 +27,9 @@ class Optimus:
     in the Pollux world the artifact's oracle of measured step times and remaining iterations. (The paper fits convergence
     curves online, and divides by the dominant resource, which is the GPU here.)
 
-    Jobs whose count stays keep their GPUs. Placement: ``packed`` keeps a job within a node where it fits in one; ``spread``
-    takes GPUs from the emptiest nodes, small jobs first, as the Pollux artifact's version does.
+    While every job has as many GPUs as make it faster, the plan stands. Jobs whose count stays keep their GPUs. Placement:
+    ``packed`` keeps a job within a node where it fits in one; ``spread`` takes GPUs from the emptiest nodes, small jobs
+    first, as the Pollux artifact's version does.
     """
 
     name: ClassVar[str] = "optimus"
@@ -56,20 +59,22 @@ class Optimus:
             if options:
                 jobs.append(job)
                 curves.append(options)
-        chosen = marginal_gain(curves, lambda at, option: base.remaining_s(option, jobs[at], now_s), snapshot.num_gpus)
+        chosen, satisfied = marginal_gain(
+            curves, lambda at, option: base.remaining_s(option, jobs[at], now_s), snapshot.num_gpus
+        )
         plan = _Planned({job.job_id for job in snapshot.views.running})
         for job, curve, at in zip(jobs, curves, chosen, strict=True):
             if at is not None:
                 plan.give(job, curve[at], at + 1 == len(curve), snapshot)
-        if self.options.placement == "spread":
-            return plan.spread(snapshot)
-        return plan.packed(snapshot)
+        made = plan.spread(snapshot) if self.options.placement == "spread" else plan.packed(snapshot)
+        # Whether one more GPU makes a job faster at all does not depend on how much of it is left.
+        return replace(made, stands_until_s=math.inf) if satisfied else made
 
 
 def marginal_gain(
     curves: Sequence[Sequence[Candidate]], remaining_s: Callable[[int, Candidate], float], num_gpus: int
-) -> list[int | None]:
-    """For each job the index of its option, or None where it waits.
+) -> tuple[list[int | None], bool]:
+    """For each job the index of its option, or None where it waits; and whether all have as many GPUs as help them.
 
     Args:
         curves: exclusive options by rising GPU count of the jobs, in order of submission; none is empty.
@@ -100,6 +105,7 @@ def marginal_gain(
         for job, curve in enumerate(curves):
             if chosen[job] == 0:
                 offer(job, 0, remaining_s(job, curve[0]))
+    satisfied = left > 0 and None not in chosen
     while left and heap:
         _, job, more, then_s = heapq.heappop(heap)
         at = chosen[job]
@@ -107,7 +113,9 @@ def marginal_gain(
             left -= more
             chosen[job] = at + 1
             offer(job, at + 1, then_s)
-    return chosen
+        else:
+            satisfied = False
+    return chosen, satisfied and not heap
 
 
 class _Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,9 +29,10 @@ class _Unit:
 class OptimusPlus:
     """First pairs are packed by IceFrog's predictor, then GPUs are dealt out as Optimus does; jobs freeze by FreezeOut.
 
-    Pairs are packed only while not every job could have its fewest GPUs otherwise, and no more than that takes. Two jobs may
-    share where the predicted memory and utilisation of both fit one GPU (Eq. 8); running pairs come first, then the earliest
-    submitted job with the busiest partner that fits beside it. A pair counts as one job of one GPU.
+    The paper packs all pairs that fit, and deals out what is left. ``pack=short`` packs them only while not every job could
+    have its fewest GPUs otherwise, and no more than that takes. Two jobs may share where the predicted memory and
+    utilisation of both fit one GPU (Eq. 8); running pairs come first, then the earliest submitted job with the busiest
+    partner that fits beside it. A pair counts as one job of one GPU.
     """
 
     name: ClassVar[str] = "optimus+"
@@ -43,6 +44,9 @@ class OptimusPlus:
         """Knobs of ``optimus+``."""
 
         share: bool = Field(default=True, description="pack pairs before GPUs are dealt out")
+        pack: Literal["first", "short"] = Field(
+            default="first", description="all pairs that fit (the paper), or as many as it takes where GPUs run short"
+        )
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -57,15 +61,21 @@ class OptimusPlus:
                 alone[job.job_id] = exclusive
                 shared[job.job_id] = [option for option in options if option.config.shared]
         jobs = [job for job in snapshot.jobs if job.job_id in alone]
-        surplus = sum(alone[job.job_id][0].config.num_gpus for job in jobs) - snapshot.num_gpus
-        packed = _pack(jobs, shared, surplus, snapshot.cluster.gpu_mem_bytes) if self.options.share else {}
+        packed = _pack(jobs, shared, self._most_pairs(jobs, alone, snapshot), snapshot.cluster.gpu_mem_bytes)
         units = _units(jobs, alone, packed)
-        chosen = marginal_gain(
+        chosen, _ = marginal_gain(
             [unit.curve for unit in units],
             lambda at, option: base.remaining_s(option, units[at].jobs[0], snapshot.now_s),
             snapshot.num_gpus,
         )
         return _plan(snapshot, units, chosen)
+
+    def _most_pairs(self, jobs: Sequence[JobView], alone: Mapping[str, Sequence[Candidate]], snapshot: Snapshot) -> int:
+        if not self.options.share:
+            return 0
+        if self.options.pack == "first":
+            return len(jobs) // 2
+        return sum(alone[job.job_id][0].config.num_gpus for job in jobs) - snapshot.num_gpus
 
 
 _Packed = Mapping[str, tuple[JobView, tuple[Candidate, Candidate]]]
@@ -137,7 +147,7 @@ def _plan(snapshot: Snapshot, units: Sequence[_Unit], chosen: Sequence[int | Non
         elif unit.halves:
             choices.update(zip(ids, unit.halves, strict=True))
             pairs.append((ids[0], ids[1]))
-            reasons[ids[0]], reasons[ids[1]] = (f"packed with {mate}: not every job has its GPUs" for mate in ids[::-1])
+            reasons[ids[0]], reasons[ids[1]] = (f"packed with {mate}: both fit on one GPU" for mate in ids[::-1])
         else:
             choices[ids[0]] = unit.curve[at]
             count = unit.curve[at].config.num_gpus
