@@ -80,6 +80,17 @@ def test_layers_that_had_learnt_freeze_deeper() -> None:
     assert fresh.propose(now).frozen_layers == 3
 
 
+def test_layers_that_had_learnt_freeze_beyond_the_middle_where_they_carry_little_of_the_signal() -> None:
+    """Behind 5 of 8 layers: 72 % of the signal is left, or 56 %."""
+    now = situation([1.0] * 8, cache=USABLE)
+    for last, depth in ((3.0, 5), (1.0, 4)):
+        pretrained, fresh = Progress(margin=0.0), Progress(margin=0.0)
+        for rule, learnt in ((pretrained, True), (fresh, False)):
+            feed(rule, [0.3, 0.7, 0.7, 0.7, 0.7, 2.0, last, last], learnt=learnt)
+        assert pretrained.propose(now).frozen_layers == depth
+        assert fresh.propose(now).frozen_layers <= 4
+
+
 def test_freezing_that_does_not_pay_is_left_alone() -> None:
     rule = Progress()
     feed(rule, [9.0, 9.0, 1.0, 1.0])

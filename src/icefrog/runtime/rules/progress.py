@@ -25,9 +25,10 @@ class Progress(FreezingRule):
     1. *When to start.* At once if the layers in question had learnt before the job began, as pre-trained ones have: the
        largest singular values of their weights tell (:mod:`icefrog.runtime.rules.spectrum`), up to the last that had.
        Otherwise after ``warmup_share`` of P0: what is built on a random prefix stays poor.
-    2. *How deep.* The argmax over at most ``max_share`` of the layers, behind which ``least_signal`` of the signal is left
-       (``learnt_least_signal`` behind a prefix that had learnt), if it promises ``margin`` more than full training and than
-       the present depth. Frozen layers keep the share of the signal that they had when they froze.
+    2. *How deep.* The argmax over at most ``max_share`` of the layers, behind which ``least_signal`` of the signal is left,
+       if it promises ``margin`` more than full training and than the present depth. Where the prefix had learnt,
+       ``learnt_least_signal`` is enough up to there, and with ``least_signal`` it goes on up to ``learnt_max_share``.
+       Frozen layers keep the share of the signal that they had when they froze.
     3. *When to open.* After ``patience`` validations at a depth without a new best metric, half of the frozen layers are
        opened, and the rule never freezes deeper than that again. Also when freezing does not pay any more, because the
        cache turned out not to hit. Layers that open forget the momentum of when they froze.
@@ -35,6 +36,7 @@ class Progress(FreezingRule):
     Args:
         margin: least relative gain in effective progress of a move.
         max_share: most layers frozen, share of all.
+        learnt_max_share: the same, where the prefix had learnt and carries little of the signal.
         least_signal: share of the signal that must be left in the layers that train, in [0, 1].
         learnt_least_signal: the same, where the prefix had learnt.
         warmup_share: of P0, effective samples.
@@ -53,20 +55,23 @@ class Progress(FreezingRule):
         *,
         margin: float = 0.25,
         max_share: float = MAX_SHARE,
+        learnt_max_share: float = 0.65,
         least_signal: float = LEAST_SIGNAL,
         learnt_least_signal: float = 0.45,
         warmup_share: float = 0.1,
         patience: int = 3,
     ) -> None:
-        shares = (max_share, least_signal, learnt_least_signal, warmup_share)
+        shares = (max_share, learnt_max_share, least_signal, learnt_least_signal, warmup_share)
         if margin < 0 or not all(0 <= share <= 1 for share in shares) or patience < 1:
             raise UserError(
-                f"Progress(margin={margin}, max_share={max_share}, least_signal={least_signal}, learnt_least_signal="
-                f"{learnt_least_signal}, warmup_share={warmup_share}, patience={patience}) is not a rule",
+                f"Progress(margin={margin}, max_share={max_share}, learnt_max_share={learnt_max_share}, "
+                f"least_signal={least_signal}, learnt_least_signal={learnt_least_signal}, warmup_share={warmup_share}, "
+                f"patience={patience}) is not a rule",
                 "margin is >= 0, shares are between 0 and 1, patience is at least 1",
             )
         self.margin = margin
         self.max_share = max_share
+        self.learnt_max_share = learnt_max_share
         self.least_signal = least_signal
         self.learnt_least_signal = learnt_least_signal
         self.warmup_share = warmup_share
@@ -105,7 +110,12 @@ class Progress(FreezingRule):
         if now.profile is None or signal is None or len(signal) != now.num_layers:
             return now.stay("not ready: too few steps measured")
         learnt = self._learnt_layers()
-        cap = min(now.bounds.max_frozen, int(self.max_share * now.num_layers + 1e-9))
+        cap = int(self.max_share * now.num_layers + 1e-9)
+        least_signal = np.full(now.num_layers, self.least_signal)  # by depth
+        if learnt:
+            least_signal[: cap + 1] = self.learnt_least_signal
+            cap = max(cap, min(learnt, int(self.learnt_max_share * now.num_layers + 1e-9)))
+        cap = min(cap, now.bounds.max_frozen)
         warm = now.share_done >= self.warmup_share
         if learnt and not warm:  # a trained embedding, say, in front of fresh layers
             cap = min(cap, learnt)
@@ -117,10 +127,9 @@ class Progress(FreezingRule):
             return self._move(now, self._cap, reason, signal)
         if depth == 0 and not warm and not learnt:
             return now.stay("warm-up: the layers are fresh")
-        least_signal = self.learnt_least_signal if learnt else self.least_signal
         return self._best(now, max(cap, now.bounds.min_frozen), signal, least_signal)
 
-    def _best(self, now: Situation, cap: int, signal: list[float], least_signal: float) -> Proposal:
+    def _best(self, now: Situation, cap: int, signal: list[float], least_signal: FloatArray) -> Proposal:
         assert now.profile is not None
         worth = signal_worth(signal, self._kept)[:-1]
         depth, least = now.frozen_layers, now.bounds.min_frozen
