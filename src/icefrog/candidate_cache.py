@@ -70,6 +70,7 @@ class CandidateCache:
 
 def _aged(option: Candidate, age_s: float, remaining_samples: float) -> Candidate:
     old = option.estimate
-    tta_s = max(age_s + max(remaining_samples, 0.0) / old.effective_progress, MIN_TTA_S)
-    estimate = Estimate(old.step_s, old.throughput, old.psi, old.effective_progress, old.mem_bytes, old.util_pct, tta_s)
+    left_s = max(remaining_samples, 0.0) / old.effective_progress
+    tta_s, speed = max(age_s + left_s, MIN_TTA_S), old.effective_progress
+    estimate = Estimate(old.step_s, old.throughput, old.psi, speed, old.mem_bytes, old.util_pct, tta_s, left_s)
     return Candidate(option.config, estimate)

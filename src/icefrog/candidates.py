@@ -243,6 +243,7 @@ def _prior_candidates(
             mem_bytes=0.0,
             util_pct=0.0,
             tta_s=age_s + PRIOR_REMAINING_S / speed_up,
+            remaining_s=PRIOR_REMAINING_S / speed_up,
         )
         options.append(Candidate(Config(num_gpus=gpus, batch_per_gpu=batch // gpus), estimate))
     return tuple(options)

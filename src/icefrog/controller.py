@@ -110,6 +110,7 @@ class Controller:
         self._most_gpus = max(part.num_gpus for part in state.cluster.parts.values())  # no job spans GPU types
         self._stands_until_s = -math.inf
         self._content = False
+        self._until_report = False
 
     @property
     def round_needed_s(self) -> float:
@@ -119,13 +120,18 @@ class Controller:
     def round_needed_after(self, events: Sequence[ev.Event]) -> float:
         """The same, once ``events`` are handled."""
         for event in events:
-            if self._voids(event) or _reprices(event):
+            if self._voids(event) or self._is_news(event):
                 return -math.inf
         return self._stands_until_s
 
     def _voids(self, event: ev.Event) -> bool:
         """Whether the plan has to be looked at anew: a job arrived, or left its GPUs and somebody might want them."""
         return event.kind in _CHANGES and not (self._content and event.kind == "job_finished")
+
+    def _is_news(self, event: ev.Event) -> bool:
+        """Whether the next round has to look at the plan anew: a job says anew what it costs, or how far it is and that
+        matters."""
+        return event.kind == "progress_reported" and (self._until_report or event.profile is not None)
 
     def handle(self, events: Sequence[ev.Event]) -> Step:
         """Apply ``events`` (in order of time), then decide if one of them calls for it."""
@@ -138,7 +144,7 @@ class Controller:
             elif self._voids(event):
                 self._stands_until_s = -math.inf
                 due = due or self.config.event_driven
-            elif _reprices(event):
+            elif self._is_news(event):
                 self._stands_until_s = -math.inf  # in the next round
         for event in events:
             self._consequence(event, step)
@@ -207,6 +213,7 @@ class Controller:
         # 2. The policy's plan, and where it goes.
         plan, allocation = self._placeable_plan(snapshot, options)
         self._stands_until_s = plan.stands_until_s
+        self._until_report = plan.until_report
         self._content = plan.content and not self._pricing.shares
         # 3. Its reasons, as a fact; its difference to what runs, as commands.
         step.facts.append(self._decided(plan, allocation, snapshot))
@@ -305,11 +312,6 @@ class Controller:
         if job.grant is not None and _bounds(grant) != _bounds(job.grant):
             return ev.Regrant(time_s=now_s, job_id=job_id, attempt=attempt, reason=reason, grant=grant)
         return None
-
-
-def _reprices(event: ev.Event) -> bool:
-    """Whether a job says anew what its configurations cost."""
-    return event.kind == "progress_reported" and event.profile is not None
 
 
 @lru_cache(maxsize=4096)

@@ -254,6 +254,9 @@ class Plan:
     """Until then the policy would decide the same again, unless a job arrives or leaves its GPUs, a node changes, or a job
     reports a new profile (progress alone does not count). The driver spares rounds in which nothing of that happened.
     ``inf``: for good."""
+    until_report: bool = False
+    """Progress alone does count: the plan stands no longer than until a job reports. For policies that look at nothing else
+    that time changes."""
     keeps: bool = False
     """The plan names changes only: a running job that is neither in ``choices`` nor in ``preempted`` keeps what it has (and
     its reason). Spares all concerned the work where thousands run; ``choices`` then names those that start or change, pairs

@@ -247,6 +247,19 @@ def test_a_plan_that_stands_is_looked_at_again_when_a_job_says_anew_what_it_cost
     assert rig.controller.round_needed_s == -math.inf
 
 
+def test_a_plan_that_depends_on_progress_stands_until_a_report(state):
+    rig = Rig(state, ({"a": 2}, ()), ({"a": 2}, ()))
+    decide = rig.controller.policy.decide
+    rig.controller.policy.decide = lambda *args: replace(decide(*args), until_report=True)
+    rig.handle(submitted("a"))
+    started(rig, "a")
+    assert rig.controller.round_needed_s == math.inf
+    told = ev.ProgressReported(time_s=5.0, job_id="a", attempt=1, epoch=1, effective_samples=10.0)
+    assert rig.controller.round_needed_after([told]) == -math.inf
+    assert rig.handle(told).facts == []  # in the next round, not at once
+    assert rig.controller.round_needed_s == -math.inf
+
+
 def test_a_running_job_that_finds_no_place_for_its_new_count_leaves_what_others_were_given(state):
     rig = Rig(state, ({"a": 2, "b": 1, "x": 1, "c": 1}, ()), ({"a": 4, "d": 2}, ("x",)))
     rig.controller.config = replace(rig.controller.config, max_replans=1)

@@ -50,6 +50,7 @@ class TunerChoice:
             mem_bytes=self.mem_bytes,
             util_pct=self.util_pct,
             tta_s=age_s + remaining_samples / self.effective_progress,
+            remaining_s=remaining_samples / self.effective_progress,
         )
 
 

@@ -27,9 +27,9 @@ class Optimus:
     in the Pollux world the artifact's oracle of measured step times and remaining iterations. (The paper fits convergence
     curves online, and divides by the dominant resource, which is the GPU here.)
 
-    While every job has as many GPUs as make it faster, the plan stands. Jobs whose count stays keep their GPUs. Placement:
-    ``packed`` keeps a job within a node where it fits in one; ``spread`` takes GPUs from the emptiest nodes, small jobs
-    first, as the Pollux artifact's version does.
+    The plan stands until a job reports, or for good while every job has as many GPUs as make it faster. Jobs whose count
+    stays keep their GPUs. Placement: ``packed`` keeps a job within a node where it fits in one; ``spread`` takes GPUs from
+    the emptiest nodes, small jobs first, as the Pollux artifact's version does.
     """
 
     name: ClassVar[str] = "optimus"
@@ -67,8 +67,8 @@ class Optimus:
             if at is not None:
                 plan.give(job, curve[at], at + 1 == len(curve), snapshot)
         made = plan.spread(snapshot) if self.options.placement == "spread" else plan.packed(snapshot)
-        # Whether one more GPU makes a job faster at all does not depend on how much of it is left.
-        return replace(made, stands_until_s=math.inf) if satisfied else made
+        # Whether one more GPU makes a job faster at all does not depend on how much of it is left; by how much, does.
+        return replace(made, stands_until_s=math.inf, until_report=not satisfied)
 
 
 def marginal_gain(
