@@ -27,6 +27,8 @@ PRIOR_EFFICIENCY = 0.95
 """What each doubling of the GPUs keeps of its speed-up, for a job that has not reported yet."""
 PRIOR_REMAINING_S = 3600.0
 """Remaining time on one GPU assumed for such a job; it only sets how much the job's age weighs."""
+ARGMAX_RULES = ("auto", "progress", "tuner")
+"""Rules of job files that take the depth of the largest psi T: what it will be, the scheduler can reckon."""
 LAYER_ELASTIC = Pricing(freezing="tuner")
 """The Layer Tuner, the job's batch as it is (Eq. 15)."""
 
@@ -130,8 +132,8 @@ def _batches(view: JobView, pricing: Pricing) -> tuple[int, ...]:
 
 
 def _by_own_rule(view: JobView, pricing: Pricing) -> bool:
-    """Whether the depth is not for the Layer Tuner to choose: the job's own rule does, or FreezeOut's schedule."""
-    return view.spec.freeze.rule != "tuner" or pricing.freezing == "freezeout"
+    """Whether the depth follows from no argmax over psi: the job has a rule of its own, or FreezeOut's schedule."""
+    return view.spec.freeze.rule not in ARGMAX_RULES or pricing.freezing == "freezeout"
 
 
 def _spans(counts: Sequence[int], cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
@@ -155,12 +157,12 @@ def _rule(
 
 def _offered_psi(view: JobView, profile: Profile, pricing: Pricing) -> FloatArray:
     """psi of the depths that the job may use; where it freezes by a rule of its own, of its present depth alone."""
-    stats = view.stats
     freeze = pricing.freezing != "none"
-    known = freeze and stats is not None and len(stats.variance) == profile.num_layers
-    if known and stats is not None and pricing.freezing == "signal" and stats.signal:
-        psi = offered_worth(stats.signal)
+    stats = view.stats if freeze else None
+    if stats is not None and len(stats.signal) == profile.num_layers:
+        psi = offered_worth(stats.signal, min(view.frozen_layers, profile.num_layers - 1))
     else:
+        known = stats is not None and len(stats.variance) == profile.num_layers
         psi = penalties(profile, np.array(stats.variance) if known and stats is not None else None)
     if freeze and _by_own_rule(view, pricing):
         depth = min(view.frozen_layers, profile.num_layers - 1)

@@ -109,7 +109,7 @@ class ProgressReported(AttemptEvent):
     util_pct: float | None = None
     variance: tuple[float, ...] | None = None
     sqr_norm: tuple[float, ...] | None = None
-    signal: tuple[float, ...] | None = None
+    signal: tuple[float, ...] | None = Field(default=None, description="shares by layer, of a job that goes by them")
     reason: str = ""
     profile: Profile | None = None
 

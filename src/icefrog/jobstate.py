@@ -266,9 +266,10 @@ def progressed(job: JobState, record: ev.ProgressReported) -> None:
     job.total_samples = record.total_samples if record.total_samples is not None else job.total_samples
     job.metric = record.metric if record.metric is not None else job.metric
     job.frozen_layers, job.psi, job.throughput = record.frozen_layers, record.psi, record.throughput
-    if record.variance is not None:
-        sqr_norm = record.sqr_norm if record.sqr_norm is not None else (0.0,) * len(record.variance)
-        job.stats = GradientStats(record.variance, sqr_norm, record.signal or ())
+    if record.variance is not None or record.signal is not None:
+        variance = record.variance or ()
+        sqr_norm = record.sqr_norm if record.sqr_norm is not None else (0.0,) * len(variance)
+        job.stats = GradientStats(variance, sqr_norm, record.signal or ())
     job.profile = record.profile or job.profile
 
 

@@ -80,9 +80,9 @@ class BatchRule(_Frozen):
 
 
 RuleName: TypeAlias = Literal[
-    "tuner", "none", "linear", "freezeout", "autofreeze", "egeria", "pipetransformer", "progress"
+    "auto", "progress", "tuner", "none", "linear", "freezeout", "autofreeze", "egeria", "pipetransformer"
 ]
-"""Freezing rules that need no settings; a job's script may bring its own."""
+"""Freezing rules that need no settings; a job's script may bring its own. ``auto``: the one that the policy reckons with."""
 
 
 class FreezeRule(_Frozen):
@@ -90,7 +90,7 @@ class FreezeRule(_Frozen):
 
     max_fraction: Number = Field(default=0.9, ge=0.0, le=1.0, description="largest share of layers frozen")
     rule: RuleName = Field(
-        default="tuner", description="'tuner': argmax of effective progress; docs/elastic-training.md"
+        default="auto", description="'auto': the one that the policy reckons with; docs/elastic-training.md"
     )
 
 

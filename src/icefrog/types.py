@@ -34,8 +34,9 @@ class Pricing:
     """How a policy wants its jobs' options priced. The candidate source obeys it, and grants allow no more."""
 
     freezing: FreezingRule = "none"
-    """``tuner``: the Layer Tuner (Eq. 15); ``signal``: the same with the share of the signal in the place of Eq. 3
-    (:mod:`icefrog.estimate.progress`); ``freezeout``: the tuned FreezeOut schedule of the paper's baselines."""
+    """How jobs freeze whose files leave it open. ``tuner``: the Layer Tuner (Eq. 15); ``signal``: by the share of the signal
+    in the place of Eq. 3 (:mod:`icefrog.estimate.progress`), live the rule ``progress``; ``freezeout``: all follow the tuned
+    FreezeOut schedule of the paper's baselines. Who reports its signal goes by it and is priced by it, others by Eq. 3."""
     batch: Literal["fixed", "elastic"] = "fixed"
     """``elastic``: the global batch may move within the job's range, at Pollux's statistical efficiency."""
     sharing_speed: float = 0.9
@@ -96,7 +97,7 @@ class Candidate:
 
 @value
 class GradientStats:
-    """Per-layer statistics as last reported by the job, of length L, per-sample units (S and |G|^2).
+    """Per-layer statistics as last reported by the job, of length L, per-sample units (S and |G|^2); empty: not reported.
 
     For a frozen layer ``variance`` is the value last observed before it froze, so that one vector prices every depth.
     """
@@ -104,7 +105,7 @@ class GradientStats:
     variance: tuple[float, ...]
     sqr_norm: tuple[float, ...]
     signal: tuple[float, ...] = ()
-    """Shares of G . P G (:mod:`icefrog.estimate.progress`), of frozen layers as they froze; empty: not reported."""
+    """Shares of G . P G (:mod:`icefrog.estimate.progress`), of frozen layers as they froze. Who reports it goes by it."""
 
 
 @value

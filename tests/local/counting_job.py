@@ -4,7 +4,8 @@
 is written to ``violations`` in the home.
 
 Flags: ``silent`` no reports at all, ``stubborn`` ignores every request to stop, ``slow-start`` takes a second to come up,
-``child`` keeps a child process in a session of its own.
+``child`` keeps a child process in a session of its own, ``gated`` has a step that lasts until there is a file ``gate`` in
+the home, ``obeys`` freezes as its grant says, after each step, and reports it.
 """
 
 import fcntl
@@ -62,6 +63,7 @@ if "child" in flags:
 if "slow-start" in flags:
     time.sleep(1.0)
 
+least = grant["min_frozen_layers"]
 done = int((checkpoints / "epoch").read_text()) if (checkpoints / "epoch").exists() else 0
 print(f"rank {rank} of {world}: epoch {done} on", flush=True)
 report(
@@ -71,9 +73,17 @@ report(
     epoch=done,
     effective_samples=done * SAMPLES,
     resumed=done > 0,
+    frozen_layers=least,
+    min_frozen_layers=least,
 )
 while done < epochs:
     time.sleep(epoch_s)
+    while "gated" in flags and not (shared_dir.parent / "gate").exists():
+        time.sleep(0.02)
+    told = json.loads((folder / "grant.json").read_text())["min_frozen_layers"]
+    if "obeys" in flags and told != least:
+        least = told
+        report("bounded", frozen_layers=least, min_frozen_layers=least)
     if (folder / "stop").exists() and "stubborn" not in flags:
         save(done)
         report("stopped", effective_samples=done * SAMPLES)
@@ -83,7 +93,8 @@ while done < epochs:
     seen = done * SAMPLES
     common = {"psi": 1.0, "throughput": 1.0, "step_s": 1.0, "effective_progress": 1.0, "mem_bytes": 1.0, "reason": ""}
     nothing = dict.fromkeys(("variance", "sqr_norm", "util_pct", "profile"))
-    counts = {"epoch": done, "step": done, "samples": seen, "frozen_layers": 0, "metric": done / epochs}
+    counts = {"epoch": done, "step": done, "samples": seen, "metric": done / epochs}
+    counts |= {"frozen_layers": least, "min_frozen_layers": least}
     left = {"effective_samples": seen, "remaining_samples": epochs * SAMPLES - seen}
     report("progress", **counts, **left, **common, **nothing)
 if rank == 0:

@@ -34,9 +34,9 @@ def job_spec(name: str, *args: object, **fields: object) -> JobSpec:
     return JobSpec.model_validate(given)
 
 
-def grant(num_gpus: int = 1, *, shared: bool = False) -> ev.Grant:
+def grant(num_gpus: int = 1, *, shared: bool = False, min_frozen_layers: int = 0) -> ev.Grant:
     """A grant of so many GPUs."""
-    return ev.Grant(num_gpus=num_gpus, batch_per_gpu=8 // num_gpus, shared=shared)
+    return ev.Grant(num_gpus=num_gpus, batch_per_gpu=8 // num_gpus, shared=shared, min_frozen_layers=min_frozen_layers)
 
 
 def gpus(*devices: int) -> tuple[GpuId, ...]:
@@ -54,12 +54,13 @@ class Rig:
         self.cluster = ClusterSpec(nodes=(NodeSpec(gpus=num_gpus),))
         self.log: list[ev.AnyRecord] = []
         self.silent_s = 20.0
+        self.obey_s = 300.0
         self.state = ClusterState(self.cluster)
         self.executor = self._new_executor()
 
     def _new_executor(self) -> LocalExecutor:
         devices = Devices(tuple(str(index) for index in range(self.cluster.num_gpus)))
-        executor = LocalExecutor(self.home.jobs_dir, devices, self.clock, silent_s=self.silent_s)
+        executor = LocalExecutor(self.home.jobs_dir, devices, self.clock, silent_s=self.silent_s, obey_s=self.obey_s)
         executor.adopt(self.state)
         return executor
 
@@ -77,13 +78,25 @@ class Rig:
     def submit(self, spec: JobSpec) -> None:
         self._record(ev.JobSubmitted(time_s=self.clock.now_s(), job=spec))
 
-    def start(self, job: str, *devices: int, shared: bool = False) -> None:
-        self._take(ev.Start, job, devices, shared)
+    def start(self, job: str, *devices: int, shared: bool = False, min_frozen_layers: int = 0) -> None:
+        self._take(ev.Start, job, devices, shared, min_frozen_layers)
 
     def resize(self, job: str, *devices: int, shared: bool = False) -> None:
         self._take(ev.Resize, job, devices, shared)
 
-    def _take(self, kind: type[ev.Start] | type[ev.Resize], job: str, devices: tuple[int, ...], shared: bool) -> None:
+    def regrant(self, job: str, *, shared: bool = False, min_frozen_layers: int = 0) -> None:
+        state = self.state.jobs[job]
+        told = grant(len(state.gpus), shared=shared, min_frozen_layers=min_frozen_layers)
+        self.command(ev.Regrant(time_s=self.clock.now_s(), job_id=job, attempt=state.attempt, grant=told))
+
+    def _take(
+        self,
+        kind: type[ev.Start] | type[ev.Resize],
+        job: str,
+        devices: tuple[int, ...],
+        shared: bool,
+        min_frozen_layers: int = 0,
+    ) -> None:
         attempt = self.state.jobs[job].attempt + 1
         self.command(
             kind(
@@ -91,7 +104,7 @@ class Rig:
                 job_id=job,
                 attempt=attempt,
                 gpus=gpus(*devices),
-                grant=grant(len(devices), shared=shared),
+                grant=grant(len(devices), shared=shared, min_frozen_layers=min_frozen_layers),
             )
         )
 

@@ -174,6 +174,7 @@ def test_where_everybody_has_what_is_best_nothing_is_solved(monkeypatch: pytest.
     ("knobs", "pricing"),
     [
         ({}, Pricing(freezing="tuner", batch="elastic")),
+        ({"penalty": "signal"}, Pricing(freezing="signal", batch="elastic")),
         ({"penalty": "freezeout"}, Pricing(freezing="freezeout", batch="elastic")),
         ({"batch": "fixed"}, Pricing(freezing="tuner")),
         ({"slowdown": 0.6}, Pricing(freezing="tuner", batch="elastic", sharing_speed=0.6)),

@@ -132,7 +132,7 @@ def test_linear_rises_with_progress() -> None:
 
 
 def test_names_and_their_mistakes() -> None:
-    assert set(RULES) == set(get_args(RuleName))
+    assert {"auto", *RULES} == set(get_args(RuleName))
     for name in RULES:
         assert make(name)[0].rule.name == name
     with pytest.raises(UserError, match="no freezing rule 'tunner'"):

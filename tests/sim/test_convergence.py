@@ -142,8 +142,10 @@ def test_a_frozen_job_progresses_by_the_truth_and_counts_by_its_belief() -> None
     assert job.rate.counted_per_s == pytest.approx(speed)  # it has seen no gradient yet
 
 
-def run(policy: str, config: WorldConfig, *, studied: bool = True, **options: str) -> list[ev.AnyRecord]:
-    work = workload(12, share=False)
+def run(
+    policy: str, config: WorldConfig, *, studied: bool = True, rule: str = "auto", **options: str
+) -> list[ev.AnyRecord]:
+    work = workload(12, share=False, rule=rule)
     curves = {job_id: Studied(12) for job_id in work.curves} if studied else work.curves
     settings = SimSettings(seed=1, world=config)
     scenario = icefrog_scenario(work.specs, work.profiles, curves, cluster(3, 4), settings)
@@ -189,6 +191,19 @@ def test_with_the_signal_as_penalty_jobs_report_it_and_keep_60_percent_of_it() -
     frozen = next(report for report in told if report.frozen_layers == deepest)
     assert frozen.signal is not None
     assert frozen.psi == pytest.approx(sum(frozen.signal[deepest:]) ** 0.5, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "penalty", "by_signal"),
+    [("tuner", "signal", False), ("progress", "tuner", True), ("auto", "signal", True), ("auto", "tuner", False)],
+)
+def test_a_job_follows_the_rule_that_it_names_else_the_penalty(rule: str, penalty: str, by_signal: bool) -> None:
+    reports = [
+        r for r in run("icefrog", WorldConfig(), rule=rule, penalty=penalty) if isinstance(r, ev.ProgressReported)
+    ]
+    frozen = [report for report in reports if report.frozen_layers]
+    assert frozen
+    assert all((report.signal is not None) == by_signal for report in frozen)
 
 
 def test_without_it_nothing_of_the_signal_is_told() -> None:

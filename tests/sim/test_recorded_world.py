@@ -36,6 +36,7 @@ class Live:
 
     records: list[ev.AnyRecord] = field(default_factory=list)
     told: Profile = field(default_factory=lambda: profile(4))
+    statistics: dict[str, tuple[float, ...]] = field(default_factory=lambda: {"variance": VARIANCE})
 
     def submit(self, name: str, at_s: float, **fields: object) -> None:
         given = {"gpus": (1,), "batch": {"global": 64}, "max_epochs": 40, "target": Target(value=0.9), **fields}
@@ -64,8 +65,8 @@ class Live:
                 total_samples=total,
                 frozen_layers=later,
                 psi=80.0 / 82.0 if later else 1.0,
-                variance=VARIANCE,
                 profile=self.told,
+                **self.statistics,
                 **common,
             )
             self.records.append(report)
@@ -188,6 +189,25 @@ def test_a_simulated_job_freezes_by_the_recorded_statistics() -> None:
     (finish_s,) = finishes(result)
     assert finish_s is not None
     assert finish_s < run.jobs["only"].finish_s
+
+
+def test_a_job_that_went_by_its_signal_does_so_again_and_its_samples_count_as_it_counted() -> None:
+    """Behind two of four layers .96 of the signal is left; nobody measured a variance."""
+    live = Live(statistics={"signal": (0.02, 0.02, 0.46, 0.5)})
+    live.submit("only", 0.0)
+    live.finish("only", live.attempt("only", 0.0, [0] * 20), 20_000.0)
+    run = record(live.records)
+    result = simulated(run, run, "icefrog")
+    told = [one for one in result.records if isinstance(one, ev.ProgressReported)]
+    frozen = [one for one in told if one.frozen_layers == 2]
+    assert max(one.frozen_layers for one in told) == 2
+    assert [one.psi for one in frozen] == pytest.approx([0.96**0.5] * len(frozen), abs=1e-6)
+    (state,) = result.state.jobs.values()
+    assert state.finish_s is not None
+    at_full_speed = sum(one.frozen_layers == 0 for one in told[1:])
+    epochs = at_full_speed + (20 - at_full_speed) / 0.96**0.5
+    assert told[-1].epoch == pytest.approx(epochs, abs=1.0)
+    assert state.finish_s < run.jobs["only"].finish_s
 
 
 def test_nothing_is_known_of_a_job_before_it_says_so() -> None:

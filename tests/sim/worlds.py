@@ -36,7 +36,14 @@ class Workload:
 
 
 def workload(
-    num_jobs: int, seed: int = 0, *, span_s: float = 14400.0, layers: int = 12, share: bool = True, max_gpus: int = 8
+    num_jobs: int,
+    seed: int = 0,
+    *,
+    span_s: float = 14400.0,
+    layers: int = 12,
+    share: bool = True,
+    max_gpus: int = 8,
+    rule: str = "auto",
 ) -> Workload:
     """Jobs of 1-8 GPUs and minutes to hours, submitted within ``span_s``."""
     rng = np.random.default_rng(seed)
@@ -57,6 +64,7 @@ def workload(
                 share=share and bool(rng.random() < 0.5),
                 submit_s=round(float(rng.uniform(0.0, span_s)), 3),
                 duration_s=round(float(np.exp(rng.normal(7.5, 1.2))), 3),
+                freeze={"rule": rule},
             )
         )
         profiles[name] = profile(layers, samples_per_epoch=10_000)

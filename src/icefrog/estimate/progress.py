@@ -42,16 +42,17 @@ def signal_worth(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArra
     return np.asarray(signal_share(signal, kept) ** MADE_UP)
 
 
-def offered_worth(signal: npt.ArrayLike) -> FloatArray:
+def offered_worth(signal: npt.ArrayLike, frozen_layers: int = 0) -> FloatArray:
     """psi(l) of the depths that the rule ``progress`` would look at, shape (L + 1,); NaN for the others.
 
     Args:
         signal: shares of G . P G by layer, shape (L,); of frozen layers as they froze.
+        frozen_layers: in force: that depth is looked at, too, deep as it may be (the rule knew more, or a grant asked).
     """
     share = signal_share(signal)
-    deepest = int(MAX_SHARE * (len(share) - 1))
-    looked_at = (np.arange(len(share)) <= deepest) & (share >= LEAST_SIGNAL)
-    return np.where(looked_at, share**MADE_UP, np.nan)
+    depths = np.arange(len(share))
+    looked_at = (depths <= int(MAX_SHARE * (len(share) - 1))) & (share >= LEAST_SIGNAL)
+    return np.where(looked_at | (depths == frozen_layers), share**MADE_UP, np.nan)
 
 
 def signal_share(signal: npt.ArrayLike, kept: Sequence[float] = ()) -> FloatArray:

@@ -76,8 +76,8 @@ class IceFrog:
         )
         penalty: Literal["tuner", "freezeout", "signal"] = Field(
             default="tuner",
-            description="freeze by the frozen penalty (Eq. 3), by the share of the signal that is left to train, or by the "
-            "tuned FreezeOut schedule (ablation)",
+            description="freeze by the frozen penalty (Eq. 3), by the share of the signal that is left to train (the rule "
+            "progress), or by the tuned FreezeOut schedule (ablation)",
         )
         throughput: Literal["layer-aware", "ddp-only"] = Field(
             default="layer-aware", description="ddp-only: sharded jobs are priced as data-parallel ones (ablation)"

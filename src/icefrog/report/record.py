@@ -319,8 +319,8 @@ class _Collector:
     def _progress(self, record: ev.ProgressReported, job: JobState, trail: _Trail) -> None:
         if job.profile is not None:
             trail.num_layers = job.profile.num_layers
-        elif record.variance:
-            trail.num_layers = len(record.variance)  # one entry a layer
+        elif by_layer := record.variance or record.signal:
+            trail.num_layers = len(by_layer)
         if not trail.frozen or trail.frozen[-1][1] != job.frozen_layers:
             trail.frozen.append((record.time_s, float(job.frozen_layers)))
         if record.metric is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from icefrog.errors import UserError
+from icefrog.estimate.progress import signal_worth
 from icefrog.estimate.tuner import max_frozen_layers
 from icefrog.profile import LayerCost, Profile
 from icefrog.runtime.agent import Agent
@@ -169,13 +170,14 @@ class Decider:
     def enter_bounds(self, at: Counters) -> None:
         """Collective. Obey the grant at once: a sharer must be frozen deep enough before its partner comes."""
         grant, engine = self.agent.grant, self.engine
-        depth, shared = engine.boundary, False
+        depth, shared, rule = engine.boundary, False, self._ruling()
         if grant is not None:
             depth, shared = self._bounds().clamp(depth), grant.shared
-        found = depth, shared, self._place_of(self._ruling())
-        depth, engine.shared, place = self.world.from_rank0(found)
+        worth = _by_signal(rule, depth) if depth != engine.boundary else None
+        found = depth, shared, self._place_of(rule), worth
+        depth, engine.shared, place, worth = self.world.from_rank0(found)
         self.active = self._rules()[place]
-        self.move(depth, at)
+        self.move(depth, at, worth)
 
     def start(self, at: Counters) -> None:
         """Collective. Before the first step of this process: the bounds, and on a fresh run the rule's first word."""
@@ -187,7 +189,7 @@ class Decider:
 
     def is_due(self, step: int, every_steps: int | None) -> bool:
         """Whether to decide after this step, in the middle of an epoch; the same on all ranks."""
-        return step in self.rule.first_looks or bool(every_steps and step % every_steps == 0)
+        return step in self.active.first_looks or bool(every_steps and step % every_steps == 0)
 
     def decide(self, at: Counters, profile: Callable[[], Profile | None]) -> Decision:
         """Collective. Ask the rule, move the boundary, and report.
@@ -223,6 +225,7 @@ class Decider:
                 frozen_layers=engine.freezer.frozen_layers,
                 psi=engine.psi,
                 stats=engine.tracker.stats(),
+                signal=self.active.signal(),
                 reason=proposal.reason,
                 profile=profile(),
             )
@@ -247,9 +250,11 @@ class Decider:
             rule.load_state_dict(state)
         return proposal
 
-    def move(self, frozen_layers: int, at: Counters) -> None:
-        """Collective. Put a boundary in force, and remember when."""
+    def move(self, frozen_layers: int, at: Counters, worth: float | None = None) -> None:
+        """Collective. Put a boundary in force, and remember when; ``worth``: psi there, None: by Eq. 3."""
         if self.engine.move(frozen_layers):
+            if worth is not None:
+                self.engine.judge(worth)
             self.last_move_step = at.step
             self._set_pace(at)
 
@@ -388,6 +393,13 @@ class Decider:
         for rule, (name, kept) in zip(self._rules(), state["rules"], strict=True):
             if rule.name == name:
                 rule.load_state_dict(kept)
+
+
+def _by_signal(rule: FreezingRule, depth: int) -> float | None:
+    """psi as the rule sees it, where it goes by the signal and knows."""
+    signal = rule.signal()
+    worth = math.nan if signal is None else float(signal_worth(signal)[depth])
+    return worth if worth > 0.0 else None
 
 
 def _within(proposal: Proposal, now: Situation) -> Proposal:

@@ -126,9 +126,10 @@ class LayerElastic(View):
         self._world = World(next(model.parameters()).device)
         self._scaler = ScalerGate(grad_scaler, optimizer, self._world) if grad_scaler is not None else None
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
-        asked = "none" if probe else rule or (grant.rule if grant else None)
+        asked = "none" if probe else rule or (grant.asked_rule if grant else None)
         self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
-        if stats_every is None and not self.agent.active and not self.rule.reads_statistics:
+        read = self.rule.reads_statistics or lr_rule == "adascale" or (grant is not None and grant.statistics)
+        if stats_every is None and not read:
             stats_every = NEVER
         options = EngineOptions(
             name=name or self.agent.job_id or type(getattr(model, "_orig_mod", model)).__name__,
@@ -396,6 +397,7 @@ class LayerElastic(View):
         self._warn_of([])
         if agreed.regrant:
             self._decider.enter_bounds(at)
+            self._reporter.bounded(self.frozen_layers)
             self._warn_of([])
         if self.stepped and self._decider.is_due(at.step, self.tune_every_steps):
             self._decide()

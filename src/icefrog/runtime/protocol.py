@@ -54,17 +54,25 @@ class Grant(_Frozen):
     min_frozen_layers: int = Field(default=0, ge=0)
     max_frozen_layers: int | None = Field(default=None, ge=0, description="None: max_fraction alone bounds it")
     max_fraction: float = Field(default=0.9, ge=0, le=1)
-    rule: RuleName = Field(default="tuner", description="the job file's")
+    rule: RuleName = Field(default="auto", description="the job file's; auto: what the policy reckons with")
     freezing: Literal["none", "tuner", "freezeout", "signal"] = Field(
         default="tuner",
-        description="the rule that the scheduler's policy reckons with; freezeout: the job must follow it; signal: as "
-        "tuner, the job follows its own",
+        description="what the scheduler's policy reckons with; freezeout: the job must follow it, whatever its rule; "
+        "signal: the rule progress, where the runtime can",
     )
+    statistics: bool = Field(default=True, description="whether the scheduler needs the variance of gradients")
     shared: bool = False
     target: Target | None = None
     max_epochs: int | None = Field(default=None, ge=1)
     parallel: str = Field(default="auto", description="where the script leaves it open: auto, ddp, fsdp, ...")
     probe: ProbeRequest | None = None
+
+    @property
+    def asked_rule(self) -> RuleName | None:
+        """The rule that job file and policy ask for; None: the runtime's default."""
+        if self.rule != "auto":
+            return self.rule
+        return self.freezing if self.freezing in ("none", "tuner") else None
 
 
 class ProbedCell(_Frozen):
@@ -117,6 +125,7 @@ class Started(Report):
     effective_samples: float
     resumed: bool
     frozen_layers: int = 0
+    min_frozen_layers: int = Field(default=0, description="of the grant that is obeyed from here on")
     profile: Profile | None = None
 
 
@@ -131,16 +140,29 @@ class Progress(Report):
     remaining_samples: float | None = Field(description="P: P0 - effective samples; None before P0 is known")
     metric: float | None
     frozen_layers: int
+    min_frozen_layers: int = Field(default=0, description="of the grant that is obeyed from here on")
     psi: float
     throughput: float = Field(description="T, samples/s, measured over the interval's steps")
     step_s: float
     effective_progress: float
     variance: tuple[float, ...] | None = Field(description="S by layer; None while not ready")
     sqr_norm: tuple[float, ...] | None
+    signal: tuple[float, ...] | None = Field(
+        default=None,
+        description="share of first-order progress by layer, from a rule that goes by it; frozen: as it froze",
+    )
     mem_bytes: float
     util_pct: float | None
     reason: str
     profile: Profile | None
+
+
+class Bounded(Report):
+    """A grant that was changed is obeyed from the next step on."""
+
+    kind: Literal["bounded"] = "bounded"
+    frozen_layers: int = Field(description="in force")
+    min_frozen_layers: int = Field(description="of the grant")
 
 
 class Checkpointed(Report):
@@ -175,7 +197,7 @@ class Finished(Report):
     effective_samples: float
 
 
-AnyReport: TypeAlias = Started | Progress | Checkpointed | Warned | StoppedReport | Finished
+AnyReport: TypeAlias = Started | Progress | Bounded | Checkpointed | Warned | StoppedReport | Finished
 
 _CODEC: TypeAdapter[AnyReport] = TypeAdapter(Annotated[AnyReport, Field(discriminator="kind")])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,10 @@ class Reporter:
         self.agent = agent
 
     @property
+    def _min_frozen_layers(self) -> int:
+        return self.agent.grant.min_frozen_layers if self.agent.grant is not None else 0
+
+    @property
     def listened_to(self) -> bool:
         """Whether a report made now would be written."""
         return self.agent.active and self.agent.rank == 0
@@ -79,7 +84,18 @@ class Reporter:
                 effective_samples=at.effective_samples,
                 resumed=resumed,
                 frozen_layers=frozen_layers,
+                min_frozen_layers=self._min_frozen_layers,
                 profile=profile,
+            )
+        )
+
+    def bounded(self, frozen_layers: int) -> None:
+        """A changed grant is obeyed; ``frozen_layers`` are in force."""
+        self.agent.report(
+            protocol.Bounded(
+                time_s=self.agent.now_s(),
+                frozen_layers=frozen_layers,
+                min_frozen_layers=self._min_frozen_layers,
             )
         )
 
@@ -92,6 +108,7 @@ class Reporter:
         frozen_layers: int,
         psi: float,
         stats: GradientStats | None,
+        signal: Sequence[float] | None,
         reason: str,
         profile: Profile | None,
     ) -> None:
@@ -106,12 +123,14 @@ class Reporter:
                 remaining_samples=max(total - at.effective_samples, 0.0) if total is not None else None,
                 metric=at.metric,
                 frozen_layers=frozen_layers,
+                min_frozen_layers=self._min_frozen_layers,
                 psi=psi,
                 throughput=interval.throughput,
                 step_s=interval.step_s,
                 effective_progress=interval.psi * interval.throughput,
                 variance=stats.variance if stats else None,
                 sqr_norm=stats.sqr_norm if stats else None,
+                signal=None if signal is None else tuple(signal),
                 mem_bytes=interval.mem_bytes,
                 util_pct=interval.util_pct,
                 reason=reason,

@@ -149,6 +149,21 @@ class Attempt:
         except ValidationError:
             return None
 
+    def born_with(self) -> protocol.Grant | None:
+        """The bounds it was started with; None where that cannot be read."""
+        try:
+            launch = files.read_record(self.path / "launch.json") or {}
+            return protocol.Grant.model_validate_json(launch["env"][protocol.ENV_GRANT])
+        except (KeyError, TypeError, ValidationError):
+            return None
+
+    def told_at_s(self) -> float:
+        """When its bounds were written last, s since the epoch; 0 where that cannot be read."""
+        try:
+            return (self.path / protocol.GRANT_FILE).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def holds(self) -> tuple[tuple[GpuId, ...], bool] | None:
         """(the GPUs it runs on, whether as one of two on its GPU); None where that cannot be read."""
         launch = files.read_record(self.path / "launch.json")
@@ -257,11 +272,13 @@ class Attempt:
 
 def job_grant(spec: JobSpec, grant: ev.Grant) -> protocol.Grant:
     """What a job is told: the scheduler's grant and the rules of its own specification."""
+    moves_batch = grant.elastic_batch and len(spec.batch.options()) > 1
     return protocol.Grant(
         **grant.model_dump(),
         global_batch=grant.global_batch,
         max_fraction=spec.freeze.max_fraction,
         rule=spec.freeze.rule,
+        statistics=moves_batch or grant.freezing == "freezeout",
         target=spec.target,
         max_epochs=spec.max_epochs,
     )

@@ -82,13 +82,17 @@ class LocalExecutor:
         clock: for the time of what has no time stamp of its own.
         silent_s: a job whose ranks run for so long without a report is counted as started; it may be a command that does
             not use our runtime.
+        obey_s: so long after a running job was told to freeze deeper, its new partner waits for it to say that it has.
     """
 
-    def __init__(self, jobs_dir: Path, devices: Devices, clock: Clock, *, silent_s: float = 30.0) -> None:
+    def __init__(
+        self, jobs_dir: Path, devices: Devices, clock: Clock, *, silent_s: float = 30.0, obey_s: float = 300.0
+    ) -> None:
         self._jobs_dir = jobs_dir
         self._devices = devices
         self._clock = clock
         self._silent_s = silent_s
+        self._obey_s = obey_s
         self._specs: dict[str, JobSpec] = {}
         self._state: ClusterState | None = None
         self._jobs: dict[str, Job] = {}
@@ -317,15 +321,28 @@ class LocalExecutor:
         grant = job.goal.grant
         assert grant is not None
         for gpu in job.goal.gpus:
-            others = [o.current for o in self._jobs.values() if o.current is not None and gpu in o.current.gpus]
+            others = self._others_on(job, (gpu,)).values()
             if len(others) > (1 if grant.shared else 0) or not all(other.shared for other in others):
+                return False
+            if any(self._too_open(other) and not self._overdue(other) for other in others):
                 return False
         return True
 
-    def _has_partner(self, job: Job, current: Current) -> bool:
-        """Whether another attempt is on its GPUs."""
-        others = (other.current for other in self._jobs.values() if other is not job)
-        return any(other is not None and not set(other.gpus).isdisjoint(current.gpus) for other in others)
+    def _others_on(self, job: Job, gpus: tuple[GpuId, ...]) -> dict[str, Current]:
+        """Attempts of other jobs on one of these GPUs, by job."""
+        others = {name: other.current for name, other in self._jobs.items() if other is not job}
+        return {name: on for name, on in others.items() if on is not None and not set(on.gpus).isdisjoint(gpus)}
+
+    def _too_open(self, sharer: Current) -> bool:
+        """Whether it does not freeze yet what it was told to, to leave room for a partner: it will after its step."""
+        told = sharer.attempt.read_grant()
+        if told is None or told.min_frozen_layers == 0:
+            return False
+        return not sharer.story.obeys(told, sharer.attempt.born_with())
+
+    def _overdue(self, sharer: Current) -> bool:
+        """Whether it had its time to obey."""
+        return self._clock.now_s() - sharer.attempt.told_at_s() >= self._obey_s
 
     def _begin(self, job: Job) -> list[ev.Event]:
         goal = job.goal
@@ -333,6 +350,9 @@ class LocalExecutor:
         attempt = job.folder.attempt(goal.attempt)
         devices = self._devices.env([gpu.device for gpu in goal.gpus])
         current = self._new(job, attempt)
+        for name, other in self._others_on(job, goal.gpus).items():
+            if self._too_open(other):
+                current.note = f"started beside {name}, which did not say within {self._obey_s:g} s that it has frozen"
         try:
             attempt.create(job.spec, goal.gpus, goal.grant, devices)
         except OSError as error:
@@ -365,7 +385,7 @@ class LocalExecutor:
         grant, current = job.goal.grant, job.current
         if grant is None or current is None or current.number != job.goal.attempt or not current.attempt.exists():
             return
-        if not grant.shared and self._has_partner(job, current):
+        if not grant.shared and self._others_on(job, current.gpus):
             return  # which needs its memory until it has left; poll looks again
         current.shared = grant.shared
         told = job_grant(job.spec, grant)

@@ -58,12 +58,14 @@ def nonsense(report: protocol.AnyReport) -> str:
             return f"{name} {value!r:.40}"
     if isinstance(report, protocol.Started) and not 0 <= (report.samples_per_epoch or 0) < 1e15:
         return f"samples_per_epoch {report.samples_per_epoch!r:.40}"
+    if isinstance(report, protocol.Bounded) and not 0 <= report.frozen_layers <= 1e6:
+        return f"frozen_layers {report.frozen_layers!r:.40}"
     if isinstance(report, protocol.Started | protocol.Progress):
         depth = math.inf if report.profile is None else report.profile.num_layers
         if not 0 <= report.frozen_layers <= min(depth, 1e6):
             return f"frozen_layers {report.frozen_layers!r:.40}"
     if isinstance(report, protocol.Progress):
-        given = [values for values in (report.variance, report.sqr_norm) if values is not None]
+        given = [values for values in (report.variance, report.sqr_norm, report.signal) if values is not None]
         if any(not 0 <= value < math.inf for values in given for value in values):
             return "statistics that are not numbers from 0 on"
         lengths = {len(values) for values in given} | ({report.profile.num_layers} if report.profile else set())
@@ -79,12 +81,17 @@ class Story:
     started: protocol.Started | None = None
     checkpoint_samples: float | None = None
     """Effective samples of the checkpoint that a next attempt would resume from."""
+    frozen_layers: int = 0
+    min_frozen_layers: int = 0
+    """Of the grant that it obeyed when it said so."""
     stopped: protocol.StoppedReport | None = None
     finished: protocol.Finished | None = None
     metric: float | None = None
 
     def add(self, report: protocol.AnyReport) -> None:
         """Take in one report."""
+        if isinstance(report, protocol.Started | protocol.Progress | protocol.Bounded):
+            self.frozen_layers, self.min_frozen_layers = report.frozen_layers, report.min_frozen_layers
         match report:
             case protocol.Started():
                 self.started = report
@@ -98,8 +105,15 @@ class Story:
                 self.checkpoint_samples = report.effective_samples
             case protocol.Finished():
                 self.finished = report
-            case protocol.Warned():
+            case protocol.Warned() | protocol.Bounded():
                 pass
+
+    def obeys(self, told: protocol.Grant, born_with: protocol.Grant | None) -> bool:
+        """Whether it freezes as many layers as it was told to, as far as it said; before its first word, as it was born."""
+        least = told.min_frozen_layers
+        if self.started is None:
+            return born_with is not None and born_with.min_frozen_layers >= least
+        return min(self.frozen_layers, self.min_frozen_layers) >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +242,7 @@ def progress_event(
         util_pct=report.util_pct,
         variance=report.variance,
         sqr_norm=report.sqr_norm,
+        signal=report.signal,
         reason=plain(report.reason),
         profile=report.profile,
     )

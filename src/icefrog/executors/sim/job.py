@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from icefrog.candidates import ARGMAX_RULES
 from icefrog.estimate import freezeout, occupancy
 from icefrog.estimate.boundary import Standing, dwells, imposed_depth, is_worth_moving
 from icefrog.estimate.full_layers import full_step_s
@@ -30,7 +31,7 @@ from icefrog.types import GpuId
 _REPORTED_DIGITS = 4
 _SAME_TIME_S = 1e-6
 _NOTHING: FloatArray = np.zeros((0, 0))
-_SIMULATED_RULES = ("tuner", "freezeout")  # jobs that freeze by another rule of their own train whole here
+_SIMULATED_RULES = (*ARGMAX_RULES, "freezeout")  # jobs that freeze by another rule of their own train whole here
 
 
 @dataclass(slots=True)
@@ -297,9 +298,14 @@ class SimJob:
 
     def _penalties(self, grant: Grant) -> FloatArray:
         """psi of every depth as the job believes it, shape (L + 1,)."""
-        if grant.freezing == "signal" and self._seen_signal is not None:
+        if self._by_signal(grant) and self._seen_signal is not None:
             return offered_worth(self._seen_signal)
         return penalties(self._estimate, self._seen_v)
+
+    def _by_signal(self, grant: Grant) -> bool:
+        """Whether it goes by the signal's share, as its rule or the policy has it, and not by Eq. 3."""
+        rule = self.spec.freeze.rule
+        return rule == "progress" or (rule == "auto" and grant.freezing == "signal")
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
         """The one depth that the schedule leaves: it never opens a layer again."""
@@ -397,7 +403,7 @@ class SimJob:
             if self._seen_g is not None:
                 norm[: self.frozen] = self._seen_g[: self.frozen]
             self._seen_g = norm
-        if self.grant is not None and self.grant.freezing == "signal":
+        if self.grant is not None and self._by_signal(self.grant):
             self._seen_signal = self._look_at_signal()
 
     def _look_at_signal(self) -> FloatArray:

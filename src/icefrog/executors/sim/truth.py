@@ -27,12 +27,17 @@ class Curves(Protocol):
 
 
 @runtime_checkable
-class StudiedCurves(Curves, Protocol):
-    """Of a model of which more was measured than its variances."""
+class SignalCurves(Curves, Protocol):
+    """Of a model of which the signal was measured, too."""
 
     def signal(self, progress: float) -> FloatArray:
         """Shares of G . P G by layer, shape (L,), P the optimizer's preconditioner."""
         ...
+
+
+@runtime_checkable
+class StudiedCurves(SignalCurves, Protocol):
+    """Of a model of which the worth of frozen steps was measured as well."""
 
     def worth(self, depth: float, start: float) -> float:
         """Measured, of a step with that share of the layers frozen since that progress, 0..1."""
@@ -93,7 +98,9 @@ class TrueJob:
 
     def signal(self, progress: float) -> FloatArray:
         """True shares of G . P G by layer, shape (L,), of the run without freezing."""
-        values = studied(self.spec.job_id, self.curves).signal(progress) * self.split
+        if not isinstance(self.curves, SignalCurves):
+            raise _unstudied(self.spec.job_id)
+        values = self.curves.signal(progress) * self.split
         return np.asarray(values / values.sum())
 
 
@@ -120,8 +127,12 @@ def studied(job_id: str, curves: Curves) -> StudiedCurves:
         UserError: they are not.
     """
     if not isinstance(curves, StudiedCurves):
-        raise UserError(
-            f"job {job_id}: neither its signal nor the worth of its frozen steps was measured",
-            "use workloads of the catalogue, the convergence eq3, and penalties other than signal",
-        )
+        raise _unstudied(job_id)
     return curves
+
+
+def _unstudied(job_id: str) -> UserError:
+    return UserError(
+        f"job {job_id}: neither its signal nor the worth of its frozen steps was measured",
+        "use workloads of the catalogue, the convergence eq3, and penalties other than signal",
+    )

@@ -223,6 +223,13 @@ class FreezingRule(ABC):
     def close(self) -> None:  # noqa: B027 - optional
         """Training is over: take hooks off the model."""
 
+    def signal(self) -> Sequence[float] | None:
+        """Of a rule that goes by them, shares of first-order progress by layer (:mod:`icefrog.estimate.progress`). Rank 0.
+
+        Of frozen layers as they froze. The scheduler then prices depths by them, too. None: it does not, or not yet.
+        """
+        return None
+
     def lr_factors(self, share_done: float, num_layers: int) -> Sequence[float]:
         """What to multiply each layer's update by at this step, >= 0. On all ranks, each step; only where overridden.
 

@@ -88,6 +88,16 @@ class Progress(FreezingRule):
         """Measure."""
         self._meter.observe(hands)
 
+    def signal(self) -> list[float] | None:
+        """As measured; None while nothing is, or where it is nothing but noise."""
+        measured = self._meter.progress()
+        return None if measured is None or not any(measured) else self._shares(measured)
+
+    def _shares(self, signal: list[float]) -> list[float]:
+        """Of the whole by layer; of frozen layers as they froze."""
+        share = np.nan_to_num(signal_share(signal, self._kept))
+        return [max(value, 0.0) for value in (share[:-1] - share[1:]).tolist()]
+
     def _learnt_layers(self) -> int:
         """So many layers had learnt before the job began, up to the last that had; 0: the first half had not.
 
@@ -104,9 +114,9 @@ class Progress(FreezingRule):
     def propose(self, now: Situation) -> Proposal:
         """See the class."""
         depth = now.frozen_layers
-        if depth != self._depth:  # moved by someone else
-            self._note_move(now, depth, [])
         signal = self._meter.progress()
+        if depth != self._depth:  # moved by someone else
+            self._note_move(now, depth, [] if signal is None else self._shares(signal)[:depth])
         if now.profile is None or signal is None or len(signal) != now.num_layers:
             return now.stay("not ready: too few steps measured")
         learnt = self._learnt_layers()
@@ -122,11 +132,12 @@ class Progress(FreezingRule):
         if self._cap is not None:
             cap = min(cap, self._cap)
         if depth > now.bounds.min_frozen and self._stalls(now):
-            self._cap = now.bounds.clamp(depth // 2)
+            self._cap = depth // 2
             reason = f"opened from {depth}: no new best metric in {self.patience} validations"
-            return self._move(now, self._cap, reason, signal)
-        if depth == 0 and not warm and not learnt:
-            return now.stay("warm-up: the layers are fresh")
+            return self._move(now, now.bounds.clamp(self._cap), reason, signal)
+        if not warm and not learnt:  # deeper than it must be is what a scheduler wanted for a time, or somebody by hand
+            reason, least = "warm-up: the layers are fresh", now.bounds.min_frozen
+            return self._move(now, least, reason, signal) if depth > least else now.stay(reason)
         return self._best(now, max(cap, now.bounds.min_frozen), signal, least_signal)
 
     def _best(self, now: Situation, cap: int, signal: list[float], least_signal: FloatArray) -> Proposal:
@@ -161,9 +172,8 @@ class Progress(FreezingRule):
     def _move(
         self, now: Situation, depth: int, reason: str, signal: list[float], progress: float | None = None
     ) -> Proposal:
-        share = np.nan_to_num(signal_share(signal, self._kept))
         worth = signal_worth(signal, self._kept)
-        self._note_move(now, depth, (share[:depth] - share[1 : depth + 1]).tolist())
+        self._note_move(now, depth, self._shares(signal)[:depth])
         return Proposal(depth, reason, progress, self._worth(worth, depth), forget_momentum=True)
 
     def _note_move(self, now: Situation, depth: int, kept: list[float]) -> None:

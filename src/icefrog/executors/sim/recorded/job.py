@@ -63,6 +63,7 @@ class RecordedJob(SimJob):
     * Every start costs what starts cost live, the first too; the scheduler learns P0 when the job is up.
     * Speeds are those of the profile times what the recording was faster or slower. An interval is an epoch, validation and
       saving included.
+    * It goes by the signal if it did live, by Eq. 3 otherwise.
     * It ends with the first epoch after which it has the effective samples that the live one had at its end. P0, which it
       and the scheduler reckon with, is larger where a target ended it.
     * Nobody knows what it costs before its first report, and no oracle what is left of it, as live.
@@ -87,6 +88,7 @@ class RecordedJob(SimJob):
         self._cost = cost
         self._pace = Pace(recording)
         self._end_s = recording.end_s
+        self._told_signal = any(one.signal for one in recording.seen)
         self._promised = float(truth.spec.max_epochs * truth.profile.samples_per_epoch)
         self._interval_samples = self._interval_end = float(truth.profile.samples_per_epoch)
         self._up = False
@@ -116,6 +118,14 @@ class RecordedJob(SimJob):
         self._plain_per_s *= self._pace.ratio(grant.num_gpus, 0)
         depths = range(self._speed.shape[1])
         self._speed = self._speed * np.array([self._pace.ratio(grant.num_gpus, depth) for depth in depths])
+
+    def _by_signal(self, grant: Grant) -> bool:
+        """As it did live."""
+        return self._told_signal
+
+    def _true_worth(self) -> float:
+        """The samples that it needed are by its own count; what its rule went by is all that is known of their worth."""
+        return self.psi if self._told_signal else super()._true_worth()
 
     def remaining_s(self, now_s: float) -> float | None:
         """Nobody knows."""

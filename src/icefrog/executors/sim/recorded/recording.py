@@ -49,8 +49,9 @@ class Seen:
     """What one report said of the gradients."""
 
     effective_samples: float
-    variance: tuple[float, ...]
+    variance: tuple[float, ...]  # this and the others: empty where it was not told
     sqr_norm: tuple[float, ...]
+    signal: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +234,8 @@ class _Job:
         self.since = (one.time_s, one.effective_samples)
         self.frozen_layers, self.psi = one.frozen_layers, one.psi
         self.profile = one.profile or self.profile
-        if one.variance is not None:
-            self.seen.append(Seen(one.effective_samples, one.variance, one.sqr_norm or (0.0,) * len(one.variance)))
+        if one.variance or one.signal:
+            self.seen.append(Seen(one.effective_samples, one.variance or (), one.sqr_norm or (), one.signal or ()))
 
     def _left(self, one: ev.JobStopped | ev.JobFinished, freed: dict[GpuId, float]) -> None:
         if self.attempt is not None:
@@ -297,33 +298,54 @@ class StartCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedCurves:
-    """Gradient statistics over progress (effective samples / those that were needed), as reported, linear in between.
-
-    One run has one trajectory: what the suffix's variance would have been at another boundary is not known, so the boundary
-    makes no difference here. Before the first report, and where there is none at all: the first report, or zeros.
-    """
+class _Course:
+    """One statistic over progress, linear between reports; before the first as in it."""
 
     progress: FloatArray  # (R,), ascending
-    variances: FloatArray  # (R, L)
-    sqr_norms: FloatArray  # (R, L)
+    rows: FloatArray  # (R, L)
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[float, tuple[float, ...]]], num_layers: int) -> _Course:
+        """From (progress, values); zeros where there is none."""
+        told = [(progress, values) for progress, values in found if values] or [(0.0, (0.0,) * num_layers)]
+        return cls(np.array([progress for progress, _ in told]), np.array([values for _, values in told]))
+
+    def at(self, progress: float) -> FloatArray:
+        """Shape (L,)."""
+        return np.array([np.interp(progress, self.progress, column) for column in self.rows.T])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCurves:
+    """Gradient statistics over progress (effective samples / those that were needed), as reported.
+
+    One run has one trajectory: what the suffix's variance would have been at another boundary is not known, so the boundary
+    makes no difference here.
+    """
+
+    variances: _Course
+    sqr_norms: _Course
+    signals: _Course
 
     @classmethod
     def of(cls, job: JobRecording) -> RecordedCurves:
         """From what the job reported."""
-        if not job.seen:
-            nothing = np.zeros((1, job.profile.num_layers))
-            return cls(np.zeros(1), nothing, nothing)
-        at = np.array([one.effective_samples for one in job.seen]) / job.needed_samples
-        return cls(at, np.array([one.variance for one in job.seen]), np.array([one.sqr_norm for one in job.seen]))
+        at = [(one.effective_samples / job.needed_samples, one) for one in job.seen]
+        num_layers = job.profile.num_layers
+        return cls(
+            _Course.of([(progress, one.variance) for progress, one in at], num_layers),
+            _Course.of([(progress, one.sqr_norm) for progress, one in at], num_layers),
+            _Course.of([(progress, one.signal) for progress, one in at], num_layers),
+        )
 
     def variance(self, progress: float, frozen_start: float | None = None, frozen_depth: float = 0.0) -> FloatArray:
         """V = S by layer, shape (L,)."""
-        return self._at(progress, self.variances)
+        return self.variances.at(progress)
 
     def sqr_norm(self, progress: float) -> FloatArray:
         """|G|^2 by layer, shape (L,)."""
-        return self._at(progress, self.sqr_norms)
+        return self.sqr_norms.at(progress)
 
-    def _at(self, progress: float, rows: FloatArray) -> FloatArray:
-        return np.array([np.interp(progress, self.progress, column) for column in rows.T])
+    def signal(self, progress: float) -> FloatArray:
+        """Shares of G . P G by layer, shape (L,)."""
+        return self.signals.at(progress)
