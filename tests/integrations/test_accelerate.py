@@ -32,9 +32,12 @@ def _fresh() -> Iterator[None]:
 
 def script(*, elastic_lines: bool, accumulate: int = 1, **options: Any) -> tuple[dict[str, Any], Any, Any]:
     """The loop of the tutorial; ``freeze``: the depth of each epoch."""
-    depths = options.pop("freeze", None)
+    depths, scale, overflows = (options.pop(name, None) for name in ("freeze", "scale", "overflows"))
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
+    if scale is not None:  # fp16 asks for a GPU: what it makes there, in the precision that a CPU computes in
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)]
     model: Any = nn.Sequential(*blocks, nn.Linear(6, 3))
     x = torch.randn(64, 6)
@@ -43,13 +46,16 @@ def script(*, elastic_lines: bool, accumulate: int = 1, **options: Any) -> tuple
     schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     elastic = LayerElastic(model, optimizer, env={}, rule="none", stats_every=1) if elastic_lines else None
+    batch = 0
     for epoch in elastic.epochs(6) if elastic is not None else range(6):
         if elastic is not None and depths:
             elastic.freeze(depths[epoch])
         model.train()
         for inputs, labels in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                accelerator.backward(loss * torch.inf if batch in (overflows or ()) else loss)
+                batch += 1
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
@@ -57,9 +63,12 @@ def script(*, elastic_lines: bool, accumulate: int = 1, **options: Any) -> tuple
                 optimizer.zero_grad()
         if elastic is not None:
             elastic.end_epoch()
-            if depths and epoch == 5:
+            if epoch == 5:  # skipped steps are no progress: there would be more
                 break
-    return {name: value.clone() for name, value in model.state_dict().items()}, elastic, optimizer
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if scale is not None:
+        state["scale"] = torch.tensor([accelerator.scaler.get_scale(), schedule.state_dict()["last_epoch"]])
+    return state, elastic, optimizer
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"mixed_precision": "bf16", "accumulate": 4}])
@@ -69,6 +78,19 @@ def test_with_nothing_frozen_a_script_does_the_same_to_the_bit(options: dict[str
     assert all(torch.equal(with_it[name], value) for name, value in without.items())
     assert elastic.effective_samples == 6 * 64
     assert elastic._at.step == 6 * 4 // options.get("accumulate", 1)  # accelerate's own accumulation
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_scaler_of_fp16_is_found_and_skips_the_same_steps(accumulate: int) -> None:
+    options: dict[str, Any] = {"scale": 2.0**10, "overflows": (3, 4, 10), "accumulate": accumulate}
+    without, _, _ = script(elastic_lines=False, **options)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with_it, elastic, _ = script(elastic_lines=True, **options)
+    assert without.keys() == with_it.keys()
+    assert all(torch.equal(with_it[name], value) for name, value in without.items())
+    assert elastic._at.step == float(without["scale"][1])  # the schedule skips them, too
+    elastic.close()
 
 
 def test_a_frozen_prefix_stays_and_the_wrapper_is_given_back() -> None:

@@ -120,11 +120,9 @@ class Job:
         optimizer = self.optimizer(list(model.parameters()))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3) if self.scaled else None
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-        elastic = LayerElastic(
+        elastic = self.make_elastic(
             model,
             optimizer,
-            rule="none",
-            env={},
             checkpoint_dir=folder,
             checkpoint_every_steps=self.save_every,
             accum_steps=self.accum,
@@ -143,7 +141,12 @@ class Job:
         finally:
             elastic.close()
         kept = ("model", "optimizer", "registered", "frozen_layers", "psi", "tracker", "statistics", "counters", "rng")
-        return {key: state[key] for key in kept}
+        rules = {"rules": state["decider"]["rules"], "rule_tensors": state["rule_tensors"]}
+        return {**{key: state[key] for key in kept}, **rules}
+
+    def make_elastic(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> LayerElastic:
+        """For jobs of more kinds."""
+        return LayerElastic(model, optimizer, rule="none", env={}, **options)
 
     def loop(self, elastic: Any, optimizer: Any, schedule: Any, average: Any, scaler: Any, deaths: list[Any]) -> None:
         def die(place: str) -> None:

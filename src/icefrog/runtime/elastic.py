@@ -35,7 +35,7 @@ from icefrog.runtime.sampler import ElasticSampler
 from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import NEVER
-from icefrog.runtime.stepping import StepGate, refuse_optimizer, tell_wrapper, unwrapped
+from icefrog.runtime.stepping import StepGate, refuse_optimizer, scaler_of, tell_wrapper, unwrapped
 from icefrog.runtime.view import View
 from icefrog.runtime.world import World
 from icefrog.spec import Target
@@ -66,6 +66,7 @@ class LayerElastic(View):
             job on its own whose rule does not read them (``progress``).
         precondition: ``auto``: g / (sqrt(v) + eps) under Adam-like optimizers; ``raw``: the plain gradient.
         grad_scaler: the ``torch.amp.GradScaler`` in use; its ``step``, ``unscale_`` and ``update`` are replaced on it.
+            Default: that of accelerate's wrapper of the optimizer.
         max_grad_norm: clip the averaged gradient before the optimizer step (with accumulation, clip here, not in the loop).
         lr_rule: what a global batch other than ``base_batch`` makes of the learning rate: ``none``, ``linear``, ``sqrt`` or
             ``adascale``; applied for the step alone, so that LR schedulers see their own rates.
@@ -111,6 +112,7 @@ class LayerElastic(View):
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         wrapper, optimizer = optimizer, unwrapped(optimizer)
+        grad_scaler = scaler_of(wrapper) if grad_scaler is None else grad_scaler
         refuse_model(model)
         refuse_optimizer(model, optimizer)
         self.agent = Agent(os.environ if env is None else env)

@@ -47,6 +47,11 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return unwrapped(inner) if _is_accelerates(optimizer) and isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def scaler_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The GradScaler that accelerate's wrapper steps with under fp16; None: it has none, or there is no wrapper."""
+    return getattr(optimizer, "scaler", None) if _is_accelerates(optimizer) else None
+
+
 def tell_wrapper(optimizer: torch.optim.Optimizer) -> None:
     """With a GradScaler accelerate's wrapper keeps the ``step`` of the optimizer inside: it is another one now."""
     if _is_accelerates(optimizer):
