@@ -103,6 +103,8 @@ class ProgressReported(AttemptEvent):
     total_samples: float | None = None
     metric: float | None = None
     frozen_layers: int = 0
+    batch_per_gpu: int | None = Field(default=None, ge=1, description="m in force, of a job that moves its batch")
+    accum_steps: int | None = Field(default=None, ge=1)
     psi: float = 1.0
     throughput: float = 0.0
     mem_bytes: float | None = None

@@ -266,6 +266,11 @@ def progressed(job: JobState, record: ev.ProgressReported) -> None:
     job.total_samples = record.total_samples if record.total_samples is not None else job.total_samples
     job.metric = record.metric if record.metric is not None else job.metric
     job.frozen_layers, job.psi, job.throughput = record.frozen_layers, record.psi, record.throughput
+    grant = job.grant if record.attempt == job.attempt else None
+    if grant is not None and grant.elastic_batch and record.batch_per_gpu is not None:
+        # What it runs with now: a sharer would have to give it up.
+        moved = {"batch_per_gpu": record.batch_per_gpu, "accum_steps": record.accum_steps or 1}
+        job.grant = grant.model_copy(update=moved)
     if record.variance is not None or record.signal is not None:
         variance = record.variance or ()
         sqr_norm = record.sqr_norm if record.sqr_norm is not None else (0.0,) * len(variance)

@@ -95,6 +95,17 @@ def _split(global_batch: int, num_gpus: int, smallest: int, largest: int) -> tup
     return tuple(options)
 
 
+def efficiency(phi: float, initial_batch: int, global_batch: npt.ArrayLike) -> FloatArray:
+    """EFF(M) = (phi + M0) / (phi + M) of Pollux: what a sample in batches of M is worth, in samples of M0.
+
+    Args:
+        phi: gradient noise scale S / |G|^2, samples, >= 0.
+        initial_batch: M0, samples.
+        global_batch: M, samples.
+    """
+    return np.asarray((phi + initial_batch) / (phi + np.asarray(global_batch)))
+
+
 class TunerTable:
     """T, memory and utilisation of every legal (a, M, m, k, l) of one profile, as arrays (A, R, l_max + 1).
 
@@ -151,9 +162,9 @@ class TunerTable:
         return np.asarray(self.throughput * self._efficiency(phi)[:, :, None] * worth)
 
     def _efficiency(self, phi: float | None) -> FloatArray:
-        """EFF(M) = (phi + M0) / (phi + M); phi unknown counts as 0, so that a larger batch is not believed in."""
+        """phi unknown counts as 0, so that a larger batch is not believed in."""
         noise = max(phi, 0.0) if phi is not None else 0.0
-        return np.asarray((noise + self.rule.initial_batch) / (noise + np.maximum(self.global_batch, 1)))
+        return efficiency(noise, self.rule.initial_batch, np.maximum(self.global_batch, 1))
 
     def position(self, num_gpus: int) -> int | None:
         """Index of a GPU count in the first axis."""

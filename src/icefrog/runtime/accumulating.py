@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from icefrog.errors import UserError
 from icefrog.runtime.ready import on_gradient
@@ -19,10 +20,16 @@ class AccumulationWatch:
 
     def __init__(self, param: nn.Parameter, accum_steps: int) -> None:
         self._param = param
-        self._accum_steps = accum_steps
         self._left: tuple[torch.Tensor, int] | None = None  # by the last backward pass: the gradient, and its version
         self._waiting: tuple[torch.Tensor, int] | None = None  # the same between two micro-steps
-        self._handle = on_gradient(param, self._made) if accum_steps > 1 else None
+        self._handle: RemovableHandle | None = None
+        self.restart(accum_steps)
+
+    def restart(self, accum_steps: int) -> None:
+        """Look again: so many micro-steps from now on."""
+        self.close()
+        self._accum_steps = accum_steps
+        self._handle = on_gradient(self._param, self._made) if accum_steps > 1 else None
 
     def _made(self, param: torch.Tensor) -> None:
         # A view (DDP's gradient_as_bucket_view) changes with other parameters' gradients.

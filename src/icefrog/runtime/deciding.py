@@ -15,6 +15,7 @@ from icefrog.estimate.progress import signal_worth
 from icefrog.estimate.tuner import max_frozen_layers
 from icefrog.profile import LayerCost, Profile
 from icefrog.runtime.agent import Agent
+from icefrog.runtime.batching import Batching
 from icefrog.runtime.decision import Decision
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.goal import Goal
@@ -66,6 +67,7 @@ class Decider:
         agent: the scheduler's grant.
         reporter: told of each decision.
         goal: the validation metric that ends training, and P0.
+        batching: decides the global batch, after the boundary.
         max_fraction: largest share of layers frozen.
     """
 
@@ -76,6 +78,7 @@ class Decider:
         agent: Agent,
         reporter: Reporter,
         goal: Goal,
+        batching: Batching,
         *,
         max_fraction: float,
     ) -> None:
@@ -87,6 +90,7 @@ class Decider:
         self.world = engine.world
         self.reporter = reporter
         self.goal = goal
+        self.batching = batching
         self.max_fraction = max_fraction
         self.metrics: list[float] = []
         self.best_metric: float | None = None
@@ -191,12 +195,13 @@ class Decider:
         """Whether to decide after this step, in the middle of an epoch; the same on all ranks."""
         return step in self.active.first_looks or bool(every_steps and step % every_steps == 0)
 
-    def decide(self, at: Counters, profile: Callable[[], Profile | None]) -> Decision:
+    def decide(self, at: Counters, profile: Callable[[], Profile | None], *, between_epochs: bool = False) -> Decision:
         """Collective. Ask the rule, move the boundary, and report.
 
         Args:
             at: the job's place in its training; ``effective_samples`` become rank 0's.
             profile: as measured so far; rank 0's counts.
+            between_epochs: the global batch may move, too.
         """
         engine, rank0 = self.engine, self.world.rank == 0
         if rank0:
@@ -208,13 +213,16 @@ class Decider:
         interval = Interval(
             now.step_s,
             now.measured_throughput,
-            engine.psi,
+            self.sample_worth,
             *engine.profiler.recent_occupancy(engine.point(), alone=not engine.shared),
         )
         if proposal.forget_momentum:
             forget_momentum(engine.optimizer, engine.layers[proposal.frozen_layers : engine.boundary])
         self.move(proposal.frozen_layers, at)
         engine.judge(proposal.worth)
+        self.batching.weigh(at)
+        if between_epochs and (why := self.batching.decide(now, proposal.frozen_layers, at)):
+            proposal = replace(proposal, reason=f"{proposal.reason}; {why}")
         self._set_pace(at)
         at.outcome = self.goal.outcome(at)
         if self.reporter.listened_to:
@@ -223,6 +231,8 @@ class Decider:
                 interval,
                 total=self.goal.total(at),
                 frozen_layers=engine.freezer.frozen_layers,
+                batch_per_gpu=engine.counting.samples_per_gpu,
+                accum_steps=engine.counting.accum_steps,
                 psi=engine.psi,
                 stats=engine.tracker.stats(),
                 signal=self.active.signal(),
@@ -232,7 +242,7 @@ class Decider:
         return Decision(
             frozen_layers=proposal.frozen_layers,
             psi=engine.psi,
-            effective_progress=proposal.effective_progress or 0.0,
+            effective_progress=(proposal.effective_progress or 0.0) * self.batching.worth,
             reason=proposal.reason,
             effective_samples=at.effective_samples,
             metric=at.metric,
@@ -258,10 +268,15 @@ class Decider:
             self.last_move_step = at.step
             self._set_pace(at)
 
+    @property
+    def sample_worth(self) -> float:
+        """What a sample adds to the job's progress: psi at the boundary in force, and EFF of the batch."""
+        return self.engine.psi * self.batching.worth
+
     def _set_pace(self, at: Counters) -> None:
         """Collective."""
         total = self.goal.total(at)
-        mine = Pace(at.effective_samples / total, at.samples, self.engine.psi / total) if total else None
+        mine = Pace(at.effective_samples / total, at.samples, self.sample_worth / total) if total else None
         self._pace = self.world.from_rank0(mine)
 
     def _rules(self) -> Sequence[FreezingRule]:
@@ -323,7 +338,7 @@ class Decider:
             config=Config(
                 num_gpus=self.world.size,
                 batch_per_gpu=engine.counting.samples_per_gpu,
-                accum_steps=engine.options.accum_steps,
+                accum_steps=engine.counting.accum_steps,
                 frozen_layers=engine.boundary,
                 shared=grant.shared if grant else False,
             ),

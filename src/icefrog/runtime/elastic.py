@@ -16,6 +16,7 @@ from icefrog.errors import UserError
 from icefrog.runtime import saving
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.amp import ScalerGate, refuse_unknown_scaler
+from icefrog.runtime.batching import Batching
 from icefrog.runtime.deciding import Decider
 from icefrog.runtime.decision import Decision
 from icefrog.runtime.ending import Ending
@@ -71,6 +72,8 @@ class LayerElastic(View):
         lr_rule: what a global batch other than ``base_batch`` makes of the learning rate: ``none``, ``linear``, ``sqrt`` or
             ``adascale``; applied for the step alone, so that LR schedulers see their own rates.
         base_batch: M0 in samples, for which the learning rate was chosen; default: that of the job's first step.
+        elastic_batch: the global batch may move between epochs, in powers of two of M0, where that makes more progress;
+            needs :meth:`sampler` and an ``lr_rule``. Default: only where the grant says so.
         parallel: how the model is spread over the ranks: ``auto`` (``ddp`` where there are several, else ``single``),
             ``fsdp``, or a :class:`~icefrog.runtime.parallel.Parallel`.
         ddp_options: further arguments of DistributedDataParallel.
@@ -105,6 +108,7 @@ class LayerElastic(View):
         max_grad_norm: float | None = None,
         lr_rule: LrRule = "none",
         base_batch: int | None = None,
+        elastic_batch: bool = False,
         parallel: str | Parallel = "auto",
         ddp_options: Mapping[str, Any] | None = None,
         name: str | None = None,
@@ -122,7 +126,7 @@ class LayerElastic(View):
         self._reporter = Reporter(self.agent)
         self.optimizer = optimizer
         self.target = None if probe else target or (grant.target if grant else None)
-        self.global_batch = (None if probe else global_batch) or (grant.global_batch if grant else None)
+        self._given_batch = (None if probe else global_batch) or (grant.global_batch if grant else None)
         self.tune_every_steps = tune_every_steps
         self.checkpoint_every_steps = checkpoint_every_steps
         self._world = World(next(model.parameters()).device)
@@ -130,7 +134,8 @@ class LayerElastic(View):
         spread = choose(grant.parallel if grant and parallel == "auto" else parallel, self._world, ddp_options or {})
         asked = "none" if probe else rule or (grant.asked_rule if grant else None)
         self.rule: FreezingRule = make_rule(asked, guards, sharded=spread.sharded)
-        read = self.rule.reads_statistics or lr_rule == "adascale" or (grant is not None and grant.statistics)
+        read = self.rule.reads_statistics or lr_rule == "adascale" or elastic_batch
+        read = read or (grant is not None and (grant.statistics or grant.moves_batch))
         if stats_every is None and not read:
             stats_every = NEVER
         options = EngineOptions(
@@ -145,10 +150,12 @@ class LayerElastic(View):
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)
         with contextlib.ExitStack() as refused:  # the model is as it was then
             refused.callback(self._engine.close)
+            self._lr_scaling = LrScaling(lr_rule, base_batch or (grant.base_batch if grant else None), self._engine)
+            asked_batch = elastic_batch and probe is None
+            batching = Batching(self._engine, self.agent, self._lr_scaling, guards or Guards(), asked=asked_batch)
             self._decider = Decider(
-                self.rule, self._engine, self.agent, self._reporter, self._goal, max_fraction=max_fraction
+                self.rule, self._engine, self.agent, self._reporter, self._goal, batching, max_fraction=max_fraction
             )
-            self._lr_scaling = LrScaling(lr_rule, base_batch, self._engine)
             refused.pop_all()
         self._gate = StepGate(
             optimizer,
@@ -201,11 +208,11 @@ class LayerElastic(View):
             batch,
             rank=self._engine.parallel.replica,
             world_size=self._engine.parallel.num_replicas,
-            accum_steps=self._engine.options.accum_steps,
+            accum_steps=self._engine.counting.accum_steps,
             seed=seed,
         )
-        self.global_batch = batch
         self._engine.counting.sampler = sampler
+        self._decider.batching.deal()
         if self._at.samples_per_epoch is None:
             self._at.samples_per_epoch = num_samples
         sampler.seek(self._at.epoch, self._at.cursor)
@@ -310,6 +317,8 @@ class LayerElastic(View):
             self._at.epoch_samples = 0  # only the elastic sampler can go on in the middle of an epoch
         resumed = state is not None or self._at.step > 0
         self._begun = True
+        if message := self._decider.batching.start(self._at):
+            self._warn(message)
         self._decider.start(self._at)
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
@@ -324,8 +333,8 @@ class LayerElastic(View):
         self._engine.timer.reset()
         self._engine.counting.prepare(self._at.cursor)
 
-    def _decide(self) -> Decision:
-        decision = self._decider.decide(self._at, self.profile)
+    def _decide(self, *, between_epochs: bool = False) -> Decision:
+        decision = self._decider.decide(self._at, self.profile, between_epochs=between_epochs)
         self._warn_of([])
         return decision
 
@@ -367,7 +376,7 @@ class LayerElastic(View):
         if not self._begun:
             self._begun = True
             self._warn(NOT_BEGUN)
-        decision = self._decide()
+        decision = self._decide(between_epochs=True)
         self._enter_epoch()
         self._saver.save(at)
         if float(self._world.sum(torch.tensor([float(self.agent.stop_requested())]))) > 0 and not decision.done:
@@ -392,7 +401,11 @@ class LayerElastic(View):
         stepping = None if real_step is None else lambda: self._decider.run_step(lambda: scaled(real_step, at), at)
         result, samples, agreed = self._engine.step(stepping, wishes)
         self.stepped = real_step is not None
-        at.count(samples, self._engine.psi if self.stepped else None, dealt=self._engine.counting.sampler is not None)
+        at.count(
+            samples,
+            self._decider.sample_worth if self.stepped else None,
+            dealt=self._engine.counting.sampler is not None,
+        )
         self._engine.move_waiting()
         if message := self._engine.settle_order():
             self._warn(message)

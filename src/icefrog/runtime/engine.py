@@ -139,8 +139,8 @@ class Engine(HookOwner):
             layers,
             self.optimizer,
             self.world,
-            accum_steps=self.options.accum_steps,
-            source=self.parallel.source(self.options.accum_steps),
+            accum_steps=self.counting.accum_steps,
+            source=self.parallel.source(self.counting.accum_steps),
             num_replicas=self.parallel.num_replicas,
             precondition=self.options.precondition,
             loss_scale=(lambda: float(scaler.get_scale())) if scaler is not None else (lambda: 1.0),
@@ -172,7 +172,7 @@ class Engine(HookOwner):
         self._set_sync()
 
     def _set_sync(self) -> None:
-        self.parallel.set_sync(self.counting.micro == self.options.accum_steps - 1)
+        self.parallel.set_sync(self.counting.micro == self.counting.accum_steps - 1)
 
     def close(self) -> None:
         """Give the model back as it was: nothing frozen, no hooks; on this rank alone."""
@@ -189,6 +189,13 @@ class Engine(HookOwner):
         self.parallel.close()
         if self.cache is not None:
             self.cache.close()
+
+    def accumulate(self, accum_steps: int) -> None:
+        """Collective, between two optimizer steps. So many micro-steps a step from now on."""
+        if accum_steps != self.counting.accum_steps:
+            self.counting.accum_steps = accum_steps
+            self._accumulating.restart(accum_steps)
+            self._attach()
 
     # --- the boundary
 
@@ -402,7 +409,7 @@ class Engine(HookOwner):
         else:
             self.parallel.average(self.statistics.weight[0])
             self.statistics.mean_is_ready()
-        if self.options.accum_steps > 1:
+        if self.counting.accum_steps > 1:
             self._set_sync()
         self._accumulating.micro_settled()
         return message
@@ -492,6 +499,6 @@ class Engine(HookOwner):
             self.world.size,
             self.nodes,
             self.counting.samples_per_gpu,
-            self.options.accum_steps,
+            self.counting.accum_steps,
             self.freezer.frozen_layers,
         )

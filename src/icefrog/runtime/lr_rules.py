@@ -86,17 +86,21 @@ class LrScaling:
     """
 
     def __init__(self, rule: str, base_batch: int | None, engine: Engine) -> None:
-        self._rule = check_rule(rule)
+        self.rule: LrRule = check_rule(rule)
         self._base_batch = base_batch
         self._engine = engine
+
+    def base_batch(self, at: Counters) -> int:
+        """M0 in samples."""
+        return self._base_batch or at.base_batch or self._engine.counting.global_batch
 
     def step(self, real_step: Callable[[], Any], at: Counters) -> Any:
         """What ``real_step`` returns; M0 is kept in ``at``, where a checkpoint finds it."""
         engine, batch = self._engine, self._engine.counting.global_batch
-        at.base_batch = self._base_batch or at.base_batch or batch
-        if self._rule == "none":
+        at.base_batch = self.base_batch(at)
+        if self.rule == "none":
             return real_step()
         live = slice(engine.freezer.frozen_layers, None)
         variance, signal = engine.tracker.variance[live].sum(), engine.tracker.sqr_norm[live].sum()
-        factor = lr_factor(self._rule, batch, at.base_batch, float(variance), float(signal))
+        factor = lr_factor(self.rule, batch, at.base_batch, float(variance), float(signal))
         return step_at(engine.optimizer, factor, real_step)

@@ -169,6 +169,11 @@ class Profiler:
             return None
         return float(np.median(recent.steps_s)) if recent.steps_s else float(recent.median()[:3].sum())
 
+    def largest_batch(self, num_gpus: int) -> int:
+        """The most samples a GPU and micro-step that were measured long enough on so many GPUs; 0: none were."""
+        known = [key for key, recent in self._points.items() if len(recent.rows) >= ENOUGH_STEPS]
+        return max((key.batch_per_gpu for key in known if key.num_gpus == num_gpus), default=0)
+
     def forward_s(self, key: PointKey) -> float | None:
         """Median seconds of a step's forward passes at this key, since this process started."""
         recent = self._forward.get(key)

@@ -61,6 +61,9 @@ class Grant(_Frozen):
         "signal: the rule progress, where the runtime can",
     )
     statistics: bool = Field(default=True, description="whether the scheduler needs the variance of gradients")
+    elastic_batch: bool = Field(default=False, description="the job may move its global batch between epochs")
+    base_batch: int | None = Field(default=None, ge=1, description="M0, samples; None: the global batch")
+    max_global_batch: int | None = Field(default=None, ge=1, description="samples; None: not bounded")
     shared: bool = False
     target: Target | None = None
     max_epochs: int | None = Field(default=None, ge=1)
@@ -73,6 +76,11 @@ class Grant(_Frozen):
         if self.rule != "auto":
             return self.rule
         return self.freezing if self.freezing in ("none", "tuner") else None
+
+    @property
+    def moves_batch(self) -> bool:
+        """Whether the job has a range of batches, and may move within it."""
+        return self.elastic_batch and (self.max_global_batch is None or self.max_global_batch != self.base_batch)
 
 
 class ProbedCell(_Frozen):
@@ -141,6 +149,8 @@ class Progress(Report):
     metric: float | None
     frozen_layers: int
     min_frozen_layers: int = Field(default=0, description="of the grant that is obeyed from here on")
+    batch_per_gpu: int | None = Field(default=None, ge=1, description="in force from here on, as frozen_layers")
+    accum_steps: int | None = Field(default=None, ge=1)
     psi: float
     throughput: float = Field(description="T, samples/s, measured over the interval's steps")
     step_s: float

@@ -51,7 +51,7 @@ class Interval:
 
     step_s: float
     throughput: float  # samples/s
-    psi: float  # while it ran
+    sample_worth: float  # while it ran: psi, and EFF of the batch
     mem_bytes: float
     util_pct: float | None
 
@@ -106,13 +106,15 @@ class Reporter:
         *,
         total: float | None,
         frozen_layers: int,
+        batch_per_gpu: int,
+        accum_steps: int,
         psi: float,
         stats: GradientStats | None,
         signal: Sequence[float] | None,
         reason: str,
         profile: Profile | None,
     ) -> None:
-        """One tuning interval is over; ``total`` is P0, ``frozen_layers`` and ``psi`` hold from now on."""
+        """One tuning interval is over; ``total`` is P0; layers, batch and ``psi`` hold from now on."""
         self.agent.report(
             protocol.Progress(
                 time_s=self.agent.now_s(),
@@ -124,10 +126,12 @@ class Reporter:
                 metric=at.metric,
                 frozen_layers=frozen_layers,
                 min_frozen_layers=self._min_frozen_layers,
+                batch_per_gpu=batch_per_gpu,
+                accum_steps=accum_steps,
                 psi=psi,
                 throughput=interval.throughput,
                 step_s=interval.step_s,
-                effective_progress=interval.psi * interval.throughput,
+                effective_progress=interval.sample_worth * interval.throughput,
                 variance=stats.variance if stats else None,
                 sqr_norm=stats.sqr_norm if stats else None,
                 signal=None if signal is None else tuple(signal),

@@ -59,6 +59,7 @@ def pack_own(engine: Engine, decider: Decider, counters: Counters) -> dict[str, 
         "layers": [layer.name for layer in engine.layers],
         "pieces": [piece.name for piece in engine.pieces],
         "psi": engine.psi,
+        "batch": decider.batching.state_dict(),
         "tracker": engine.tracker.state_dict(),
         "profiler": engine.profiler.state_dict(),
         "decider": decider.state_dict(),
@@ -94,6 +95,7 @@ def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registere
         _tell_of_others(state["registered"], registered, engine.world.rank)
     if state["counters"].get("step", 0) > 0:
         engine.order_is_known()
+    decider.batching.load_state_dict(state.get("batch"))
     engine.tracker.load_state_dict(state["tracker"])
     if "statistics" in state:
         engine.statistics.load_state_dict(state["statistics"], dict(engine.inner.named_parameters()))

@@ -16,8 +16,7 @@ from icefrog.runtime.world import World
 class View:
     """Read-only. Whoever inherits from it owns what it looks at."""
 
-    global_batch: int | None
-    """M in samples, where it is known before the loop."""
+    _given_batch: int | None
     _engine: Engine
     _goal: Goal
     _world: World
@@ -32,6 +31,12 @@ class View:
     def layers(self) -> list[Layer]:
         """The freezable units in forward order."""
         return self._engine.layers
+
+    @property
+    def global_batch(self) -> int | None:
+        """M in samples: what the elastic sampler deals, else as given; None where nobody said."""
+        sampler = self._engine.counting.sampler
+        return self._given_batch if sampler is None else sampler.global_batch
 
     @property
     def frozen_layers(self) -> int:

@@ -276,6 +276,8 @@ def job_grant(spec: JobSpec, grant: ev.Grant) -> protocol.Grant:
     return protocol.Grant(
         **grant.model_dump(),
         global_batch=grant.global_batch,
+        base_batch=spec.batch.initial,
+        max_global_batch=spec.batch.options()[-1],
         max_fraction=spec.freeze.max_fraction,
         rule=spec.freeze.rule,
         statistics=moves_batch or grant.freezing == "freezeout",

@@ -236,6 +236,8 @@ def progress_event(
         total_samples=_total_seen(spec, report),
         metric=report.metric,
         frozen_layers=report.frozen_layers,
+        batch_per_gpu=report.batch_per_gpu,
+        accum_steps=report.accum_steps,
         psi=report.psi,
         throughput=report.throughput,
         mem_bytes=report.mem_bytes,

@@ -20,7 +20,7 @@ from icefrog.estimate.boundary import Standing, dwells, imposed_depth, is_worth_
 from icefrog.estimate.full_layers import full_step_s
 from icefrog.estimate.progress import offered_worth
 from icefrog.estimate.throughput import step_s
-from icefrog.estimate.tuner import TunerRule, TunerTable, max_frozen_layers, penalties
+from icefrog.estimate.tuner import TunerRule, TunerTable, efficiency, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
 from icefrog.executors.sim.convergence import Prefix, moved
 from icefrog.executors.sim.truth import TrueJob, WorldConfig
@@ -430,7 +430,7 @@ class SimJob:
         if signal <= 0.0:
             return np.ones(len(self._batches))
         phi = float(variance.sum()) / signal
-        return np.asarray((phi + self.spec.batch.initial) / (phi + np.array(self._batches)))
+        return efficiency(phi, self.spec.batch.initial, self._batches)
 
     def _next_boundary(self) -> float:
         return (math.floor(self.samples / self._interval_samples + 1e-9) + 1.0) * self._interval_samples
