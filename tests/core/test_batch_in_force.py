@@ -29,8 +29,8 @@ def test_a_report_says_what_an_elastic_job_runs_with(state: ClusterState) -> Non
     granted = b.grant(2)
     assert reported(state) == (granted.batch_per_gpu, granted.accum_steps)  # an old report says nothing of it
     assert reported(state, batch_per_gpu=7, accum_steps=3) == (7, 3)
-    state.apply(ev.Resize(time_s=6.0, job_id="a", attempt=2, gpus=b.gpus(4), grant=b.grant(4)))
-    again = b.grant(4)
+    again = b.grant(4).model_copy(update={"elastic_batch": True})
+    state.apply(ev.Resize(time_s=6.0, job_id="a", attempt=2, gpus=b.gpus(4), grant=again))
     # A late word of the attempt before.
     assert reported(state, batch_per_gpu=9, accum_steps=1) == (again.batch_per_gpu, again.accum_steps)
 
