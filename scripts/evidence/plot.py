@@ -20,7 +20,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     tested = {(row["task"], row["seed"]) for row in rows if row["arm"] == "progress"}
     rows = [row for row in rows if row["arm"] in COLOURS and (row["task"], row["seed"]) in tested]
     names = [name for name in TASKS if any(row["task"] == name for row in rows)]
-    figure, axes = plt.subplots(2, -(-len(names) // 2), figsize=(10, 5.6), squeeze=False)
+    num_rows = -(-len(names) // 3)
+    figure, axes = plt.subplots(num_rows, 3, figsize=(10, 2.8 * num_rows), squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
         for row in rows:
             if row["task"] == name:
