@@ -286,7 +286,7 @@ class LayerElastic(View):
         """
         self.begin(max_epochs)
         try:
-            while self.outcome is None:
+            while self.outcome is None or self._goal.in_last_epoch(self._at):
                 epoch = self._at.epoch
                 self._trained = self._at.epoch_samples > 0  # of an epoch that goes on, nothing may be left
                 self._enter_epoch()

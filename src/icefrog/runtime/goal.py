@@ -35,8 +35,15 @@ class Goal:
         if self.endless:
             return None
         total = self.total(at)
-        if self.target is not None and at.metric is not None and self.target.reached(at.metric):
+        if self._at_target(at):
             return "completed"
         if total is not None and at.effective_samples >= total * (1 - 1e-9):
             return "completed" if self.target is None else "target_missed"
         return None
+
+    def in_last_epoch(self, at: Counters) -> bool:
+        """P0 is used up, in the middle of an epoch that is trained to its end: by a job that resumes there, too."""
+        return self.outcome(at) is not None and at.epoch_samples > 0 and not self._at_target(at)
+
+    def _at_target(self, at: Counters) -> bool:
+        return self.target is not None and at.metric is not None and self.target.reached(at.metric)
