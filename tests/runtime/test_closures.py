@@ -147,3 +147,34 @@ def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(UserError, match="Several has no param_groups") as caught:
         LayerElastic(model, several, env={})
     assert "wrapper" in caught.value.hint
+
+
+def accumulated(*, elastic_lines: bool) -> tuple[dict[str, bytes], int]:
+    """The loop adds up gradients by itself, and the last pass is in the closure, as Lightning has it."""
+    torch.manual_seed(0)
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    elastic = LayerElastic(model, optimizer, rule="none", env={}) if elastic_lines else None
+    x, y = models.data()
+
+    def passed(rows: slice) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        passed(slice(0, 8))
+        optimizer.step(lambda: passed(slice(8, 24)))
+        optimizer.zero_grad()
+    samples = 0
+    if elastic is not None:
+        samples = elastic._at.samples
+        elastic.close()
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}, samples
+
+
+def test_a_closure_may_be_the_last_of_several_passes() -> None:
+    plain, _ = accumulated(elastic_lines=False)
+    elastic, samples = accumulated(elastic_lines=True)
+    assert elastic == plain
+    assert samples == 5 * 24

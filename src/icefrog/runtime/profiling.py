@@ -362,7 +362,8 @@ def _fit_sync(seconds: dict[tuple[int, bool], list[float]], prior_s: float) -> S
         counts = np.array(sorted(a for a, spans in seconds if spans == inter), dtype=np.float64)
         if not len(counts):
             continue
-        times = np.array([np.mean(seconds[int(a), inter]) for a in counts])
+        # What is left of a step beside compute: below zero where the machine's speed changed between the two.
+        times = np.maximum([np.mean(seconds[int(a), inter]) for a in counts], 0.0)
         if len(counts) == 1:
             fitted[inter] = (float(times[0]), 0.0)
         else:

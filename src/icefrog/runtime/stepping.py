@@ -119,12 +119,20 @@ class StepGate:
                 "call loss.backward() and optimizer.step() without a closure",
             )
         # It holds the forward and backward: run it now, and hand its result to the optimizer. Not where the gradients of the
-        # step are there already: that optimizer moves the weights before it calls it (SAM).
-        if closure is not None and not self._has_gradients():
+        # step are there already, and the optimizer may be one that moves the weights before it calls it (SAM).
+        if closure is not None and not (self._has_gradients() and self._may_move_first(closure)):
             with torch.enable_grad():
                 ready = [closure()]
             args, kwargs = args[1:], {**kwargs, "closure": lambda: ready.pop() if ready else closure()}
         return self._next(lambda: self._step(*args, **kwargs))
+
+    def _may_move_first(self, closure: Any) -> bool:
+        """Torch's own optimizers call the closure before anything else; Lightning's is the last pass of an accumulation."""
+        inside = getattr(closure, "func", closure)
+        home = getattr(inside, "__module__", None) or type(inside).__module__
+        if home.partition(".")[0] in ("lightning", "pytorch_lightning"):
+            return False
+        return not type(self.optimizer).step.__module__.startswith("torch.")
 
     @property
     def accum_steps(self) -> int:
