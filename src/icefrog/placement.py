@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from icefrog.gpu_types import ANY_GPU
@@ -236,15 +236,22 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
     A job that fits in one node never spans two; multi-node jobs take whole nodes first and never share a node with each
     other; no job spans GPU types, and one whose configuration names a type gets it; a running job whose count did not
     change stays. Where that leaves a job without a place and the plan allows it, as few running jobs as will do are moved
-    out of its way (a job that moves restarts); if there is no such way, everything is packed anew. What still finds no place
-    is returned in ``unplaced``.
+    out of its way (a job that moves restarts); if there is no such way, everything is packed anew, near where it was or,
+    where that leaves one out, anywhere. What still finds no place is returned in ``unplaced``.
     """
     units = _units(snapshot, plan)
     packed = _packed(snapshot, units, keep=True, migrate=plan.migrate)
     if packed.unplaced and plan.migrate:
-        anew = _packed(snapshot, units, keep=False, migrate=False)
-        packed = anew if len(anew.unplaced) < len(packed.unplaced) else packed
+        packed = min(packed, _packed(snapshot, units, keep=False, migrate=False), key=_num_unplaced)
+    if packed.unplaced and plan.migrate:
+        # Who goes home may take the one place that another fits in.
+        homeless = [replace(unit, current=()) for unit in units]
+        packed = min(packed, _packed(snapshot, homeless, keep=False, migrate=False), key=_num_unplaced)
     return packed
+
+
+def _num_unplaced(placement: Placement) -> int:
+    return len(placement.unplaced)
 
 
 def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
@@ -347,7 +354,7 @@ def _packed(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool, migrate: 
 
 
 def _with_room(packing: _Packing, unit: _Unit) -> _Packing | None:
-    """The packing with a place for one more unit, for which smaller ones leave the node where that costs fewest restarts.
+    """The packing with a place for one more unit, for which others leave the node where that costs fewest restarts.
 
     None if they cannot go anywhere.
     """
@@ -357,7 +364,7 @@ def _with_room(packing: _Packing, unit: _Unit) -> _Packing | None:
         found = (_with_room_on_many(packing, unit, nodes) for nodes in packing.free.parts(unit.gpu_type))
         return next((one for one in found if one is not None), None)
     nodes = [node for part in packing.free.parts(unit.gpu_type) for node in part]
-    for node, movers in _by_cost(packing, nodes, lambda node: unit.num_gpus, below=unit.num_gpus):
+    for node, movers in _by_cost(packing, nodes, lambda node: unit.num_gpus, unit):
         cleared = packing.cleared(node, unit.num_gpus, movers)
         if cleared is not None:
             roomier, aside = cleared
@@ -375,7 +382,7 @@ def _with_room_on_many(packing: _Packing, unit: _Unit, nodes: Sequence[int]) -> 
     for gpus in aside:
         trial.free.hold(gpus)
     while True:
-        for node, movers in _by_cost(trial, nodes, lambda node: sizes[node], below=unit.num_gpus):
+        for node, movers in _by_cost(trial, nodes, lambda node: sizes[node], unit):
             cleared = trial.cleared(node, sizes[node], movers) if movers else None
             if cleared is not None:
                 break
@@ -391,25 +398,29 @@ def _with_room_on_many(packing: _Packing, unit: _Unit, nodes: Sequence[int]) -> 
 
 
 def _by_cost(
-    packing: _Packing, nodes: Sequence[int], wanted: Callable[[int], int], *, below: int
+    packing: _Packing, nodes: Sequence[int], wanted: Callable[[int], int], unit: _Unit
 ) -> list[tuple[int, list[_Unit]]]:
-    """Nodes of which so many GPUs can be had, and which units would move for that; those with the fewest restarts first.
+    """Nodes of which so many GPUs can be had for a unit, and which others would move; those with the fewest restarts first.
 
-    Only units that are smaller than ``below`` and lie on one node move. As few as will do: those that free most GPUs for a
-    restart first, if they are not larger than what is missing.
+    Only who lies on one node moves, and could find a place where the unit finds none: as it is smaller, or may go to another
+    type of GPU. As few as will do: those that free most GPUs for a restart first, if they are not larger than what is
+    missing.
     """
     found = []
     for node in nodes:
         missing = wanted(node) - packing.free.free_in(node)
         left = [
-            unit for unit in packing.on_node[node] if unit.num_gpus < below and num_nodes(packing.gpus_of[unit]) == 1
+            one
+            for one in packing.on_node[node]
+            if (one.num_gpus < unit.num_gpus or one.gpu_type == ANY_GPU != unit.gpu_type)
+            and num_nodes(packing.gpus_of[one]) == 1
         ]
-        if wanted(node) > packing.free.sizes[node] or missing > sum(unit.num_gpus for unit in left):
+        if wanted(node) > packing.free.sizes[node] or missing > sum(map(_num_gpus, left)):
             continue
-        left.sort(key=lambda unit: packing.restarts(unit) / unit.num_gpus)
+        left.sort(key=lambda one: packing.restarts(one) / one.num_gpus)
         movers: list[_Unit] = []
         while missing > 0:
-            one = next((unit for unit in left if unit.num_gpus <= missing), None) or min(left, key=_num_gpus)
+            one = next((one for one in left if one.num_gpus <= missing), None) or min(left, key=_num_gpus)
             left.remove(one)
             movers.append(one)
             missing -= one.num_gpus
