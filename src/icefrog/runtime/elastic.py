@@ -286,7 +286,7 @@ class LayerElastic(View):
         """
         self.begin(max_epochs)
         try:
-            while self.outcome is None or self._goal.in_last_epoch(self._at):
+            while self._goal.goes_on(self._at):
                 epoch = self._at.epoch
                 self._trained = self._at.epoch_samples > 0  # of an epoch that goes on, nothing may be left
                 self._enter_epoch()
@@ -320,6 +320,7 @@ class LayerElastic(View):
         if message := self._decider.batching.start(self._at):
             self._warn(message)
         self._decider.start(self._at)
+        self._enter_epoch()
         names = tuple(layer.name for layer in self.layers)
         self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
 
@@ -373,6 +374,7 @@ class LayerElastic(View):
         at.metric = self._decider.see_metric(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
+        at.in_epoch = False
         if not self._begun:
             self._begun = True
             self._warn(NOT_BEGUN)

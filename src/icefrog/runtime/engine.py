@@ -31,8 +31,8 @@ from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
 from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.reentrant import FIX, PROBLEM
+from icefrog.runtime.samples import SampleCount
 from icefrog.runtime.statistics import Statistics
-from icefrog.runtime.tensors import batch_size
 from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.trained import trained_by
 from icefrog.runtime.world import World
@@ -97,6 +97,7 @@ class Engine(HookOwner):
         self.before_step: Callable[[], None] | None = None
         """Called when the first forward pass of an optimizer step begins."""
         self._first_pass: FirstPass | None = None
+        self._sample_count = SampleCount()
         self._settled = False
         self._ordered = given is not None
         parallel.start(model, world)
@@ -319,7 +320,7 @@ class Engine(HookOwner):
         if model is not self.inner or not torch.is_grad_enabled():
             return
         self._accumulating.pass_begins()
-        samples = batch_size((args, kwargs))
+        samples = self._sample_count.of(args, kwargs)
         self._see(samples, self.timer.backward_ran)
         if self._first_pass is None:
             refuse_outer_compile()

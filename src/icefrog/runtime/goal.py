@@ -31,19 +31,25 @@ class Goal:
         return at.effective_samples / total if total else 0.0
 
     def outcome(self, at: Counters) -> Outcome | None:
-        """``completed``, ``target_missed``, or None: not done."""
+        """``completed``, ``target_missed``, or None: not done.
+
+        P0 used up in the middle of an epoch is not the end: an epoch that was begun is trained to its end. (Before the first
+        epoch has ended nobody knows whether the loop has epochs: one over a stream has none.)
+        """
         if self.endless:
             return None
         total = self.total(at)
         if self._at_target(at):
             return "completed"
+        if at.in_epoch and at.epoch > 0:
+            return None
         if total is not None and at.effective_samples >= total * (1 - 1e-9):
             return "completed" if self.target is None else "target_missed"
         return None
 
-    def in_last_epoch(self, at: Counters) -> bool:
-        """P0 is used up, in the middle of an epoch that is trained to its end: by a job that resumes there, too."""
-        return self.outcome(at) is not None and at.epoch_samples > 0 and not self._at_target(at)
+    def goes_on(self, at: Counters) -> bool:
+        """The same of a loop that is known to have epochs: whether it must go through another one, or the rest of one."""
+        return self.outcome(at) is None or (at.in_epoch and not self._at_target(at))
 
     def _at_target(self, at: Counters) -> bool:
         return self.target is not None and at.metric is not None and self.target.reached(at.metric)

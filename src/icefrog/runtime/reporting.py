@@ -26,6 +26,7 @@ class Counters:
     metric: float | None = None
     outcome: str | None = None
     epoch_samples: int = 0  # of the epoch in progress
+    in_epoch: bool = False  # steps of it were made, if only before a stop behind which it is repeated
     base_batch: int | None = None  # M0: global batch of the first step, or what the user said
 
     def count(self, samples: int, psi: float | None, *, dealt: bool) -> None:
@@ -37,6 +38,7 @@ class Counters:
                 no progress.
             dealt: by the elastic sampler.
         """
+        self.in_epoch = True
         self.epoch_samples += samples
         self.cursor += samples if dealt else 0
         if psi is not None:

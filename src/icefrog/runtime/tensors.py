@@ -20,11 +20,6 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-def batch_size(value: Any) -> int:
-    """First dimension of the first tensor that has one above 0; 0 if there is none."""
-    return next((int(tensor.shape[0]) for tensor in tensors_of(value) if tensor.ndim and tensor.shape[0]), 0)
-
-
 def num_bytes(value: Any) -> int:
     """Of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
