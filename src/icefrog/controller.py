@@ -131,6 +131,8 @@ class Controller:
     def _is_news(self, event: ev.Event) -> bool:
         """Whether the next round has to look at the plan anew: a job says anew what it costs, or how far it is and that
         matters."""
+        if event.kind == "job_started":
+            return event.profile is not None
         return event.kind == "progress_reported" and (self._until_report or event.profile is not None)
 
     def handle(self, events: Sequence[ev.Event]) -> Step:

@@ -247,6 +247,18 @@ def test_a_plan_that_stands_is_looked_at_again_when_a_job_says_anew_what_it_cost
     assert rig.controller.round_needed_s == -math.inf
 
 
+def test_a_job_may_say_what_it_costs_when_it_comes_up(state):
+    """One that goes on from a checkpoint of another cluster brings the profile along."""
+    rig = Rig(state, ({"a": 2}, ()))
+    rig.handle(submitted("a"))
+    up = ev.JobStarted(time_s=1.0, job_id="a", attempt=1, total_samples=100.0)
+    assert rig.controller.round_needed_after([up]) == math.inf
+    told = up.model_copy(update={"profile": b.profile()})
+    assert rig.controller.round_needed_after([told]) == -math.inf
+    assert rig.handle(told).facts == []
+    assert rig.controller.round_needed_s == -math.inf
+
+
 def test_a_plan_that_depends_on_progress_stands_until_a_report(state):
     rig = Rig(state, ({"a": 2}, ()), ({"a": 2}, ()))
     decide = rig.controller.policy.decide

@@ -142,6 +142,25 @@ def test_a_frozen_job_progresses_by_the_truth_and_counts_by_its_belief() -> None
     assert job.rate.counted_per_s == pytest.approx(speed)  # it has seen no gradient yet
 
 
+def test_a_job_that_has_to_freeze_deeper_than_its_rule_would_counts_by_what_is_left_of_the_signal() -> None:
+    """Eight of twelve layers, for a partner's sake; the rule looks at no more than six."""
+    world, _ = studied(1, stats_noise=0.0)
+    job = world.start_jobs()["job000"]
+    gpus = job.spec.requested_gpus
+    batch = job.spec.batch.initial // gpus
+    grant = ev.Grant(num_gpus=gpus, batch_per_gpu=batch, freezing="signal", min_frozen_layers=8, max_frozen_layers=None)
+    job.start(0.0, 1, tuple(GpuId(0, device) for device in range(gpus)), grant)
+    for _ in range(2):
+        job.set_rate(1.0)
+        at_s, _ = job.next_event()
+        job.advance(at_s)
+        job.end_interval()
+    job.set_rate(1.0)
+    assert job.frozen == 8
+    assert job.psi == pytest.approx((42 / 78) ** 0.5, rel=1e-3)
+    assert job.rate.counted_per_s == pytest.approx(job.psi * job.rate.samples_per_s)
+
+
 def run(
     policy: str, config: WorldConfig, *, studied: bool = True, rule: str = "auto", **options: str
 ) -> list[ev.AnyRecord]:
@@ -204,6 +223,16 @@ def test_a_job_follows_the_rule_that_it_names_else_the_penalty(rule: str, penalt
     frozen = [report for report in reports if report.frozen_layers]
     assert frozen
     assert all((report.signal is not None) == by_signal for report in frozen)
+
+
+def test_who_follows_a_schedule_or_freezes_nothing_goes_by_no_signal() -> None:
+    """Whatever its rule: live as here, FreezeOut's schedule comes first."""
+    for policy in ("pollux", "pollux+"):
+        reports = [
+            r for r in run(policy, WorldConfig(), rule="progress", studied=False) if isinstance(r, ev.ProgressReported)
+        ]
+        assert reports
+        assert all(report.signal is None for report in reports)
 
 
 def test_without_it_nothing_of_the_signal_is_told() -> None:

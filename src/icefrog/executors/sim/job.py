@@ -18,7 +18,7 @@ from icefrog.candidates import ARGMAX_RULES
 from icefrog.estimate import freezeout, occupancy
 from icefrog.estimate.boundary import Standing, dwells, imposed_depth, is_worth_moving
 from icefrog.estimate.full_layers import full_step_s
-from icefrog.estimate.progress import offered_worth
+from icefrog.estimate.progress import offered_worth, signal_worth
 from icefrog.estimate.throughput import step_s
 from icefrog.estimate.tuner import TunerRule, TunerTable, efficiency, max_frozen_layers, penalties
 from icefrog.events import Grant, ProgressReported
@@ -287,7 +287,7 @@ class SimJob:
             low, high = self._scheduled(low, high)
             depth, self.reason = low, f"FreezeOut's schedule at {self.counted / self._promised:.0%}"
         if low < high or (len(self._ways) > 1 and self._seen_g is not None):
-            depth, way, self.reason = self._guarded(psi, low, high)
+            depth, way, self.reason = self._guarded(self._offered(psi, self.grant, low), low, high)
         self._way = way
         if depth != self.frozen:
             self._move_boundary(depth)
@@ -298,14 +298,21 @@ class SimJob:
 
     def _penalties(self, grant: Grant) -> FloatArray:
         """psi of every depth as the job believes it, shape (L + 1,)."""
-        if self._by_signal(grant) and self._seen_signal is not None:
-            return offered_worth(self._seen_signal)
+        if self._seen_signal is not None and self._by_signal(grant):
+            return signal_worth(self._seen_signal)
         return penalties(self._estimate, self._seen_v)
 
+    def _offered(self, psi: FloatArray, grant: Grant, low: int) -> FloatArray:
+        """psi of the depths that its rule looks at, NaN of the others; shape (L + 1,)."""
+        if self._seen_signal is None or not self._by_signal(grant):
+            return psi
+        return offered_worth(self._seen_signal, low)
+
     def _by_signal(self, grant: Grant) -> bool:
-        """Whether it goes by the signal's share, as its rule or the policy has it, and not by Eq. 3."""
+        """Whether it goes by the signal's share, as its rule or the policy has it, and not by Eq. 3 or a schedule."""
         rule = self.spec.freeze.rule
-        return rule == "progress" or (rule == "auto" and grant.freezing == "signal")
+        by_penalty = grant.freezing in ("tuner", "signal")
+        return by_penalty and (rule == "progress" or (rule == "auto" and grant.freezing == "signal"))
 
     def _scheduled(self, low: int, high: int) -> tuple[int, int]:
         """The one depth that the schedule leaves: it never opens a layer again."""
