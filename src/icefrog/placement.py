@@ -64,19 +64,19 @@ class FreeGpus:
             raise ValueError(f"not all free: {gpus}")
         if num_nodes(gpus) > 1:
             self._spanned.update(gpu.node for gpu in gpus)
-        for node, device in gpus:
-            self._free[node] ^= 1 << device
-            self._recount(node, -1)
+        for node, devices in _by_node(gpus):
+            self._free[node] ^= devices
+            self._recount(node, -devices.bit_count())
 
     def release(self, gpus: Sequence[GpuId]) -> None:
         """A holder leaves all its GPUs (a part of them would leave the books of nodes in use by large jobs wrong)."""
         if num_nodes(gpus) > 1:
             self._spanned.difference_update(gpu.node for gpu in gpus)
-        for node, device in gpus:
-            if self._free[node] >> device & 1:
-                raise ValueError(f"was free already: {GpuId(node, device)}")
-            self._free[node] |= 1 << device
-            self._recount(node, 1)
+        for node, devices in _by_node(gpus):
+            if twice := self._free[node] & devices:
+                raise ValueError(f"was free already: {GpuId(node, twice.bit_length() - 1)}")
+            self._free[node] |= devices
+            self._recount(node, devices.bit_count())
 
     def _recount(self, node: int, change: int) -> None:
         count, nodes_with = self._count[node], self._nodes_with
@@ -206,6 +206,21 @@ class TypedGpus(FreeGpus):
 def all_free(cluster: ClusterSpec, node_gpus: Sequence[int]) -> FreeGpus:
     """The books of a cluster before anybody holds anything; ``node_gpus``: in service, of every node."""
     return FreeGpus(node_gpus) if len(cluster.parts) == 1 else TypedGpus(cluster, node_gpus)
+
+
+def _by_node(gpus: Sequence[GpuId]) -> Sequence[tuple[int, int]]:
+    """(node, its devices as bits), in stretches of one node."""
+    parts: list[tuple[int, int]] = []
+    last, devices = -1, 0
+    for node, device in gpus:
+        if node != last and devices:
+            parts.append((last, devices))
+            devices = 0
+        last = node
+        devices |= 1 << device
+    if devices:
+        parts.append((last, devices))
+    return parts
 
 
 _gpu = lru_cache(maxsize=65536)(GpuId)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -83,36 +83,40 @@ def marginal_gain(
     """
     left = num_gpus
     chosen: list[int | None] = []
-    heap: list[tuple[float, int, int, float]] = []  # (-gain, job, GPUs more, remaining time with them)
+    held: list[int] = []  # GPUs by job
+    heap: list[tuple[float, int, int, float]] = []  # (-gain, job, GPUs then, remaining time with them)
+    lengths = [len(curve) for curve in curves]
 
     def offer(job: int, at: int, now_s: float) -> None:
-        """Put the next option after ``at`` on the heap, if it helps."""
-        curve = curves[job]
-        if at + 1 < len(curve):
-            option = curve[at + 1]
-            more = option.config.num_gpus - curve[at].config.num_gpus
+        """Put the option ``at`` on the heap, if there is one and it helps. Called for every GPU that is handed out."""
+        if at < lengths[job]:
+            option = curves[job][at]
+            count = option.config.num_gpus
             then_s = remaining_s(job, option)
-            gain = (now_s - then_s) / more
+            gain = (now_s - then_s) / (count - held[job])
             if gain > 0.0:
-                heapq.heappush(heap, (-gain, job, more, then_s))
+                heappush(heap, (-gain, job, count, then_s))
 
     for curve in curves:
-        fits = curve[0].config.num_gpus <= left
+        fewest = curve[0].config.num_gpus
+        fits = fewest <= left
         chosen.append(0 if fits else None)
+        held.append(fewest)
         if fits:
-            left -= curve[0].config.num_gpus
+            left -= fewest
     if left:
         for job, curve in enumerate(curves):
             if chosen[job] == 0:
-                offer(job, 0, remaining_s(job, curve[0]))
+                offer(job, 1, remaining_s(job, curve[0]))
     satisfied = left > 0 and None not in chosen
     while left and heap:
-        _, job, more, then_s = heapq.heappop(heap)
+        _, job, count, then_s = heappop(heap)
         at = chosen[job]
+        more = count - held[job]
         if more <= left and at is not None:
             left -= more
-            chosen[job] = at + 1
-            offer(job, at + 1, then_s)
+            chosen[job], held[job] = at + 1, count
+            offer(job, at + 2, then_s)
         else:
             satisfied = False
     return chosen, satisfied and not heap

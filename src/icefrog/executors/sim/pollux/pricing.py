@@ -93,7 +93,7 @@ class PolluxCandidates:
             and known.effective_samples == view.effective_samples
             and known.stats is view.stats
             and known.profile is view.profile
-            and known.pricing == pricing
+            and (known.pricing is pricing or known.pricing == pricing)
         ):
             return known.options
         app = self._apps[view.spec.workload or ""]
