@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import models
@@ -70,6 +71,41 @@ def trained(*, elastic_lines: bool, boundaries: dict[int, int] | None = None) ->
         optimizer.step(loss_of)
         optimizer.zero_grad()
     return models.bytes_of(model), elastic
+
+
+def test_a_job_with_an_optimizer_inside_another_resumes_with_the_momentum_of_both(tmp_path: Path) -> None:
+    x, y = models.data()
+
+    def life(folder: Path, steps: int) -> tuple[dict[str, bytes], SAM]:
+        model = models.mlp()
+        optimizer = sam(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        elastic = LayerElastic(model, optimizer, rule="none", env={}, checkpoint_dir=folder)
+        elastic.register("schedule", schedule)
+        for epoch in elastic.epochs(100):
+
+            def loss_of() -> torch.Tensor:
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            elastic.freeze(epoch % 3)
+            loss_of()
+            optimizer.step(loss_of)
+            optimizer.zero_grad()
+            schedule.step()
+            elastic.end_epoch()
+            if elastic.epoch == steps:
+                break
+        elastic.close()
+        return models.bytes_of(model), optimizer
+
+    whole, _ = life(tmp_path / "whole", 12)
+    for steps in (2, 5, 6):
+        life(tmp_path / "parts", steps)
+    found, optimizer = life(tmp_path / "parts", 12)
+    assert found == whole
+    assert optimizer.base.param_groups is optimizer.param_groups
 
 
 def test_gradients_made_before_the_step_are_those_that_sam_climbs_along() -> None:

@@ -126,6 +126,28 @@ def test_steps_that_overflow_are_skipped_and_are_no_progress(accum: int) -> None
     assert found["samples"] == 8 * accum * found["counted"]
 
 
+@pytest.mark.parametrize("init_scale", [2.0**12, 2.0**22, float("inf")])
+def test_steps_that_overflow_cost_no_further_epoch(init_scale: float) -> None:
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp = scaler(init_scale)
+    elastic = LayerElastic(model, optimizer, rule="none", grad_scaler=amp, env={})
+    x, y = models.data(32)
+    epochs = 0
+    for epoch in elastic.epochs(3):
+        for rows in torch.arange(32).split(8):
+            amp.scale(half_loss(elastic.model, x[rows], y[rows], torch.float16)).backward()
+            amp.step(optimizer)
+            amp.update()
+            optimizer.zero_grad()
+        elastic.end_epoch()
+        epochs += 1
+        assert epoch < 3, "such a job never ends"
+    assert epochs == 3
+    assert (elastic._at.step == 12) == (init_scale == 2.0**12)
+    elastic.close()
+
+
 @pytest.mark.parametrize("accum", [1, 2])
 def test_two_ranks_are_one_process(ranks: Ranks, accum: int) -> None:
     first, second = ranks.run(unchanged_loop, "sgd", torch.float16, accum, 2.0**22)

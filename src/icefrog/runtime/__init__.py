@@ -13,10 +13,20 @@ if TYPE_CHECKING:
     from icefrog.runtime.decision import Stopped as Stopped
     from icefrog.runtime.elastic import LayerElastic as LayerElastic
     from icefrog.runtime.parallel.pipeline import Pipeline as Pipeline
+    from icefrog.runtime.peers import PeerLostError as PeerLostError
     from icefrog.runtime.sampler import ElasticSampler as ElasticSampler
     from icefrog.runtime.world import DivergenceError as DivergenceError
 
-__all__ = ["Decision", "DivergenceError", "ElasticSampler", "Guards", "LayerElastic", "Pipeline", "Stopped"]
+__all__ = [
+    "Decision",
+    "DivergenceError",
+    "ElasticSampler",
+    "Guards",
+    "LayerElastic",
+    "PeerLostError",
+    "Pipeline",
+    "Stopped",
+]
 
 _HOME = {
     "Decision": "decision",
@@ -24,6 +34,7 @@ _HOME = {
     "ElasticSampler": "sampler",
     "Guards": "rules",
     "LayerElastic": "elastic",
+    "PeerLostError": "peers",
     "Pipeline": "parallel.pipeline",
     "Stopped": "decision",
 }

@@ -221,8 +221,8 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any], rank: int) -> None:
-    """Rank 0 goes on exactly where it was; other ranks, which may be new, are seeded apart from it."""
+def set_rng_state(state: dict[str, Any], rank: int = 0) -> None:
+    """Go on exactly there; ranks but the first, given another's state because they are new, are seeded apart from it."""
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -24,6 +24,7 @@ from icefrog.runtime.engine import Engine, EngineOptions, Wishes
 from icefrog.runtime.epochs import NOT_BEGUN, check_epoch
 from icefrog.runtime.goal import Goal
 from icefrog.runtime.keeper import Keeper, open_store
+from icefrog.runtime.lr_end import hold_at_end
 from icefrog.runtime.lr_rules import LrRule, LrScaling
 from icefrog.runtime.parallel import Parallel, choose
 from icefrog.runtime.preconditioning import Precondition
@@ -219,8 +220,12 @@ class LayerElastic(View):
         return sampler
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Keep an LR scheduler, an EMA, ... in the checkpoint. Call before :meth:`epochs`."""
+        """Keep an LR scheduler, an EMA, ... in the checkpoint. Call before :meth:`epochs`.
+
+        A ``OneCycleLR`` stays at its last rate where more steps are made than it has.
+        """
         self._registered[name] = stateful
+        hold_at_end(stateful)
 
     def cache_prefix(self, where: Literal["memory", "disk"] = "memory", *, budget_bytes: float = 2e9) -> PrefixCache:
         """Compute the frozen prefix's output once a sample; call before :meth:`epochs`, where no sample is augmented.

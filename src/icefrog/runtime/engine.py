@@ -26,6 +26,7 @@ from icefrog.runtime.hook_owner import HookOwner
 from icefrog.runtime.layers import Layer, Piece, find_pieces, group_pieces, layers_from_user
 from icefrog.runtime.momentum import start_late_momentum
 from icefrog.runtime.parallel import Parallel
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
@@ -347,7 +348,8 @@ class Engine(HookOwner):
 
     def train_step(self, x: Any, y: Any, loss_fn: Any) -> torch.Tensor:
         """Collective. Forward and backward as the parallelism does them; the loss."""
-        loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
+        with peers_needed():
+            loss = self.parallel.train_step(x, y, loss_fn, lambda samples: self._see(samples, backward_ran=True))
         self.counting.saw_whole()
         forward = self.parallel.layer_flops()
         if forward is not None and not any(self.profiler.flops):

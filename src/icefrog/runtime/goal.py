@@ -20,10 +20,13 @@ class Goal:
     """The script is only measured: whoever measures ends it."""
 
     def total(self, at: Counters) -> float | None:
-        """P0 = largest number of epochs x samples per epoch, in effective samples; None while one of them is unknown."""
+        """P0 = largest number of epochs x samples per epoch, in effective samples; None while one of them is unknown.
+
+        Less those of steps that a GradScaler has skipped: they are lost to a job that trains whole, too, in as many epochs.
+        """
         if at.samples_per_epoch is None or self.max_epochs is None:
             return None
-        return float(self.max_epochs * at.samples_per_epoch)
+        return float(max(self.max_epochs * at.samples_per_epoch - at.lost_samples, 0))
 
     def share_done(self, at: Counters) -> float:
         """Effective samples / P0; 0 while P0 is unknown."""

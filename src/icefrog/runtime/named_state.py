@@ -11,10 +11,11 @@ from torch import nn
 from icefrog.errors import UserError
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> dict[str, Any]:
     """The optimizer's state with parameter names in place of positions.
 
-    Parameters that are not of the model (a learned loss weight) are named by group and position.
+    Parameters that are not of the model (a learned loss weight) are named by group and position. Optimizers that it holds
+    (SAM, Lookahead) are under ``inner``, by attribute, where their state is not its own and ``whole`` (not of a shard).
     """
     names = _names(model, optimizer)
     packed = optimizer.state_dict()
@@ -24,7 +25,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         groups.append({**settings, "params": [names[id(param)] for param in live["params"]]})
     by_index = dict(_indexed(packed, optimizer))
     state = {names[id(param)]: packed["state"][index] for index, param in by_index.items() if index in packed["state"]}
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
+    found = {"kind": type(optimizer).__name__, "groups": groups, "state": state}
+    inner = {name: optimizer_state(model, held) for name, held in _inner(optimizer)} if whole else {}
+    return {**found, "inner": inner} if inner else found
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -69,7 +72,21 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
         for index, param in _indexed(packed, optimizer)
         if names[id(param)] in saved["state"]
     }
+    inner = dict(_inner(optimizer))
+    sharing = [held for held in inner.values() if held.param_groups is optimizer.param_groups]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for name, held in inner.items():
+        if name in saved.get("inner", {}):
+            load_optimizer_state(model, held, saved["inner"][name])
+        if held in sharing:  # loading makes new groups, and a schedule would reach one of the two only
+            held.param_groups = optimizer.param_groups
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers that it holds, with a state of their own."""
+    for name, held in vars(optimizer).items():
+        if isinstance(held, torch.optim.Optimizer) and held is not optimizer and held.state is not optimizer.state:
+            yield name, held
 
 
 def _indexed(packed: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:

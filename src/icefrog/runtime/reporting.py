@@ -27,6 +27,7 @@ class Counters:
     outcome: str | None = None
     epoch_samples: int = 0  # of the epoch in progress
     in_epoch: bool = False  # steps of it were made, if only before a stop behind which it is repeated
+    lost_samples: int = 0  # of steps whose gradient was not finite
     base_batch: int | None = None  # M0: global batch of the first step, or what the user said
 
     def count(self, samples: int, psi: float | None, *, dealt: bool) -> None:
@@ -45,6 +46,8 @@ class Counters:
             self.step += 1
             self.samples += samples
             self.effective_samples += psi * samples
+        else:
+            self.lost_samples += samples
 
 
 @dataclass(frozen=True, slots=True)

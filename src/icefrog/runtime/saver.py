@@ -75,14 +75,15 @@ class Saver:
         self._due = None
 
     def save(self, at: Counters, rng: dict[str, Any] | None = None) -> None:
-        """``rng``: the generators' states at the step's end; the loader may have drawn from them since. None: as now."""
+        """``rng``: this rank's generators at the step's end; the loader may have drawn from them since. None: as now."""
         summary = {"epoch": at.epoch, "step": at.step, "effective_samples": at.effective_samples, "metric": at.metric}
         summary["frozen_layers"] = self._engine.boundary
+        every_rng = self._engine.world.gather_plain(checkpoint.rng_state() if rng is None else rng)
 
         def pack() -> dict[str, Any]:
             state = saving.pack(self._engine, self._decider, at, self._registered, held_only=True)
             self._refuse_unreadable(state["registered"])
-            return state if rng is None else {**state, "rng": rng}
+            return {**state, "rng": every_rng[0], "every_rng": every_rng}
 
         self._keeper.save(pack, summary)
 

@@ -105,7 +105,11 @@ def unpack(state: Mapping[str, Any], engine: Engine, decider: Decider, registere
     decider.load_state_dict(state["decider"])
     decider.load_tensors(state.get("rule_tensors", {}))
     if whole:
-        checkpoint.set_rng_state(state["rng"], engine.world.rank)
+        rank, every_rng = engine.world.rank, state.get("every_rng", [])
+        if len(every_rng) == engine.world.size:
+            checkpoint.set_rng_state(every_rng[rank])
+        else:
+            checkpoint.set_rng_state(state["rng"], rank)
     known = {field.name for field in fields(Counters)}
     return Counters(**{key: value for key, value in state["counters"].items() if key in known})
 

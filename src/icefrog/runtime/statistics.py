@@ -27,6 +27,7 @@ from torch import nn
 from icefrog.estimate.penalty import replica_estimate, successive_estimate
 from icefrog.profile import FloatArray
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.preconditioning import Precondition, Preconditioner, Scale, Tensors, real, sqr_norms, successive
 from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.shards import as_slice, local_part
@@ -85,6 +86,7 @@ class Statistics:
         self.trained = trained_by(optimizer)
         """Ids of the parameters that count: others may have gradients, but do not move."""
         self.params = [param for layer in layers for param in layer.params.values() if id(param) in self.trained]
+        self._place = {id(param): i for i, param in enumerate(self.params)}
         self.layer_of = {id(param): i for i, layer in enumerate(layers) for param in layer.params.values()}
         split = any(hasattr(param, "to_local") for param in self.params)  # each over all ranks
         self.preconditioner = Preconditioner(optimizer, precondition, world.max if split else None)
@@ -223,6 +225,8 @@ class Statistics:
         buffer, index = bucket.buffer(), bucket.index()
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         counted = [(param, grad) for param, grad in pairs if id(param) in self.trained]
+        # DDP orders buckets anew behind its first pass, which a job that resumes has once more: sums must not tell.
+        counted.sort(key=lambda pair: self._place[id(pair[0])])
         params, grads = [param for param, _ in counted], [grad for _, grad in counted]
         capture = self.capture
         scale = self._scale(params) if capture else None
@@ -233,10 +237,12 @@ class Statistics:
             self._before[index] = self._sqr_norms(params, grads, scale, divisors) * self._mean_scale**2
         buffer.mul_(self._weight)
         self.bytes_reduced += buffer.numel() * buffer.element_size()
-        future = dist.all_reduce(buffer, async_op=True).get_future()
+        with peers_needed():
+            future = dist.all_reduce(buffer, async_op=True).get_future()
 
         def measured(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            reduced = done.value()[0]
+            with peers_needed():
+                reduced = done.value()[0]
             if scale is not None:
                 self._after[index] = self._sqr_norms(params, grads, scale, divisors)
             return reduced

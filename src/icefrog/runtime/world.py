@@ -13,6 +13,7 @@ from torch import nn
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.meeting import meeting
+from icefrog.runtime.peers import peers_needed
 
 OUTSIDE = "(frozen by you)"
 """Stands for the parameters outside all layers."""
@@ -49,6 +50,7 @@ class World:
         """Use the group from now on, until :meth:`close`. (Until then a failure leaves it to the next one who tries.)"""
         self._entered = meeting().enter()
 
+    @peers_needed()
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce of a small tensor, returned on the control device; the value itself in a single process."""
         if self.size == 1:
@@ -57,6 +59,7 @@ class World:
         dist.all_reduce(sent)
         return sent
 
+    @peers_needed()
     def max(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise largest over the ranks, on the device of ``values``."""
         if self.size == 1:
@@ -65,6 +68,7 @@ class World:
         dist.all_reduce(sent, op=dist.ReduceOp.MAX)
         return sent.to(values.device)
 
+    @peers_needed()
     def from_rank0(self, value: Any) -> Any:
         """Rank 0's value on every rank (pickled: plain data only)."""
         if self.size == 1:
@@ -73,6 +77,7 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.control_device)
         return box[0]
 
+    @peers_needed()
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, shape (world, ...)."""
         if self.size == 1:
@@ -82,6 +87,16 @@ class World:
         dist.all_gather(parts, sent)
         return torch.stack(parts)
 
+    @peers_needed()
+    def gather_plain(self, value: Any) -> list[Any]:
+        """Every rank's value, in their order (pickled: plain data and tensors on the CPU)."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    @peers_needed()
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank rank 0's buffers (normalisation statistics differ between ranks while a layer trains)."""
         if self.size > 1:
@@ -89,6 +104,7 @@ class World:
                 if buffer.numel():
                     dist.broadcast(buffer.data, src=0)
 
+    @peers_needed()
     def share_parameters(self, model: nn.Module) -> None:
         """Give every rank rank 0's parameters, trainable or not."""
         if self.size > 1:

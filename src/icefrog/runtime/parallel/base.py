@@ -197,7 +197,7 @@ class Parallel:
 
     def held_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The same of the optimizer, keyed by parameter name; groups name all parameters."""
-        return named_state.optimizer_state(self.model, optimizer)
+        return named_state.optimizer_state(self.model, optimizer, whole=not self.sharded)
 
     # --- whole states, on the CPU if they had to be gathered
 
@@ -225,7 +225,7 @@ class Parallel:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Whole, keyed by parameter name: :func:`named_state.optimizer_state`. Collective where :attr:`sharded`."""
-        return named_state.optimizer_state(self.model, optimizer)
+        return named_state.optimizer_state(self.model, optimizer, whole=not self.sharded)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Inverse of :meth:`optimizer_state`, whatever kind made it, and of :meth:`held_optimizer_state`."""

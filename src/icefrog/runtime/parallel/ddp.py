@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from icefrog.runtime.parallel.base import Parallel
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.world import World
 
 
@@ -34,7 +35,8 @@ class ElasticModule(nn.Module):
         replica = self.__dict__["replica"]
         if replica is None or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        return replica(*args, **kwargs)
+        with peers_needed():
+            return replica(*args, **kwargs)
 
     def train(self, mode: bool = True) -> ElasticModule:
         """Training mode of the model and of its wrapper."""

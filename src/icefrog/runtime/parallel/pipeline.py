@@ -348,7 +348,7 @@ class Pipeline(Parallel):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Groups as they are, and the state of all stages' parameters."""
-        packed = named_state.optimizer_state(self.model, optimizer)
+        packed = named_state.optimizer_state(self.model, optimizer, whole=False)
         return {**packed, "state": self._merge(packed["state"])}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
