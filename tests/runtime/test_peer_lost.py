@@ -23,7 +23,7 @@ def check(folder: Path, kind: str, lives: int) -> None:
     assert done.returncode == 0, done.stderr
     step = 0
     for found in json.loads(done.stdout.splitlines()[-1]):
-        assert found["status"] == 1, found
+        assert found["status"] not in (None, 0), found
         assert found["took_s"] < 60, found
         if kind == "auto":  # PyTorch's own collectives in FSDP's backward pass speak for themselves
             assert "another rank of this job has ended" in found["words"], found["words"]
