@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -241,8 +242,13 @@ class _Unit:
 
     job_ids: tuple[str, ...]
     num_gpus: int
-    current: tuple[GpuId, ...]  # where it (or one of a pair) runs now
+    homes: tuple[tuple[GpuId, ...], ...]  # of each of its jobs that runs: where it does; those of the right count first
     gpu_type: str
+
+    @property
+    def near(self) -> tuple[GpuId, ...]:
+        """Where it is placed if there is room and it cannot stay."""
+        return self.homes[0] if self.homes else ()
 
 
 def place(snapshot: Snapshot, plan: Plan) -> Placement:
@@ -260,7 +266,7 @@ def place(snapshot: Snapshot, plan: Plan) -> Placement:
         packed = min(packed, _packed(snapshot, units, keep=False, migrate=False), key=_num_unplaced)
     if packed.unplaced and plan.migrate:
         # Who goes home may take the one place that another fits in.
-        homeless = [replace(unit, current=()) for unit in units]
+        homeless = [replace(unit, homes=()) for unit in units]
         packed = min(packed, _packed(snapshot, homeless, keep=False, migrate=False), key=_num_unplaced)
     return packed
 
@@ -280,10 +286,9 @@ def _units(snapshot: Snapshot, plan: Plan) -> list[_Unit]:
             continue
         config = plan.choices[job_id].config
         count = config.num_gpus
-        # A pair stays on a GPU that one of its members already has; the other one joins it there.
         homes = [views[member].gpus for member in members if views[member].gpus]
         homes.sort(key=lambda gpus: len(gpus) != count)
-        units.append(_Unit(members, count, homes[0] if homes else (), config.gpu_type))
+        units.append(_Unit(members, count, tuple(homes), config.gpu_type))
     return units
 
 
@@ -312,14 +317,14 @@ class _Packing:
 
     def put(self, unit: _Unit) -> bool:
         """Wherever there is room; False if there is none."""
-        gpus = self.free.find(unit.num_gpus, unit.current, unit.gpu_type)
+        gpus = self.free.find(unit.num_gpus, unit.near, unit.gpu_type)
         if gpus is not None:
             self.settle(unit, gpus)
         return gpus is not None
 
     def restarts(self, unit: _Unit) -> int:
         """Jobs that stay so far, and would restart if the unit were moved."""
-        return len(unit.job_ids) if self.gpus_of[unit] == unit.current else 0
+        return unit.homes.count(self.gpus_of[unit])
 
     def cleared(self, node: int, num_gpus: int, movers: Sequence[_Unit]) -> tuple[_Packing, tuple[GpuId, ...]] | None:
         """The packing with GPUs of a node set aside, and which, once the movers have gone elsewhere; None if they cannot."""
@@ -339,22 +344,28 @@ def _packed(snapshot: Snapshot, units: Sequence[_Unit], *, keep: bool, migrate: 
     unplaced: list[str] = []
     spanned: set[int] = set()  # by jobs that stay
 
-    def stays(unit: _Unit) -> bool:
-        # Two pairs may name the same home when partners change: the first keeps it.
+    def may_stay(unit: _Unit, home: tuple[GpuId, ...]) -> bool:
         free = packing.free
-        if len(unit.current) != unit.num_gpus or not free.are_free(unit.current):
+        if len(home) != unit.num_gpus or not free.are_free(home):
             return False
-        if not of_type(snapshot.cluster, unit.current, unit.gpu_type):
+        if not of_type(snapshot.cluster, home, unit.gpu_type):
             return False
-        used = {gpu.node for gpu in unit.current}
+        used = {gpu.node for gpu in home}
         if len(used) > 1:
             if unit.num_gpus <= free.largest_of(unit.gpu_type) or used & spanned:
                 return False
             spanned.update(used)
-        packing.settle(unit, unit.current)
         return True
 
-    moving = [unit for unit in units if not (keep and stays(unit))]
+    if keep:
+        # Where partners change, several may call one GPU their home. One of a pair stays on its own, and the other one joins
+        # it there: who has but one home chooses first, pairs of two homes then go where they are in nobody's way.
+        wanted = Counter(home for unit in units for home in set(unit.homes) if len(home) == unit.num_gpus)
+        for unit in sorted(units, key=lambda unit: len(set(unit.homes))):
+            home = next((one for one in sorted(unit.homes, key=lambda home: wanted[home]) if may_stay(unit, one)), None)
+            if home is not None:
+                packing.settle(unit, home)
+    moving = [unit for unit in units if unit not in packing.gpus_of]
     # Those that are bound to a type first; the sort is stable: equal counts in order of submission.
     for unit in sorted(moving, key=lambda unit: (unit.gpu_type == ANY_GPU, -unit.num_gpus)):
         if packing.put(unit):

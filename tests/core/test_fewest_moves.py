@@ -134,3 +134,12 @@ def test_a_larger_job_that_may_have_any_type_moves_rather_than_two_small_ones() 
     found = placed(cluster, jobs, wanted)
     assert not found.unplaced
     assert moved(jobs, wanted, found) == {"large"}
+
+
+def test_where_partners_change_one_of_the_new_pair_stays() -> None:
+    """The GPU of the other one is kept by the partner that it had."""
+    shared, alone = (GpuId(0, 0),), (GpuId(1, 2),)
+    jobs = [view("a", shared), view("b", shared), view("c", alone)]
+    plan = Plan({name: option(1, "any") for name in "abc"}, pairs=(("b", "c"),))
+    found = place(Snapshot(0.0, nodes(4, 4), tuple(jobs)), plan)
+    assert found.allocation == {"a": shared, "b": alone, "c": alone}
