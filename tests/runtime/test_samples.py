@@ -72,6 +72,12 @@ def test_a_model_of_lists_is_one_also_where_lengths_are_equal() -> None:
     assert count.of(([torch.ones(9), torch.ones(9), torch.ones(9)],), {}) == 3
 
 
+def test_a_last_batch_of_three_or_four_sequences_is_no_image() -> None:
+    count = SampleCount()
+    for batch in (32, 4, 32, 3, 1):
+        assert count.of(([torch.rand(batch, 30, 64), torch.rand(batch, 30, 64)],), {}) == batch
+
+
 class Detector(nn.Module):
     """Of images of any size, one by one; losses by name in training."""
 

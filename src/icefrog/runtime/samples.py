@@ -21,12 +21,13 @@ class SampleCount:
 
     Mostly a batch is the first dimension of the first tensor. A list or tuple is a *list of samples* instead, and its length
     counts, where it holds strings, or tensors of one kind or mappings of equal keys (detection) that no batch dimension
-    unites: because their first dimensions differ (sequences), they are images of three dimensions, or there is a list of as
-    many mappings beside it (targets). A model that was given one such list is given no other lists.
+    unites: because their first dimensions differ (sequences), or there is a list of as many mappings beside it (targets). A
+    model that was given one such list is given no other lists. Tensors that look like images are samples until a call shows
+    that the model takes several inputs: (4, 30, 64) is an image, or four sequences.
     """
 
     def __init__(self) -> None:
-        self._lists = False
+        self._lists: bool | None = None  # whether lists hold samples; None: not known
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Samples of a call; 0: cannot be told."""
@@ -56,9 +57,11 @@ class SampleCount:
             return False
         tensors = [tensor for item in items for tensor in tensors_of(item) if tensor.dim()]
         images = any(t.dim() == 3 and t.size(0) in _CHANNELS and t.dtype != torch.int64 for t in tensors)
-        if images or len({tensor.size(0) for tensor in tensors}) > 1 or len(items) in beside:
+        if len({tensor.size(0) for tensor in tensors}) > 1 or len(items) in beside:
             self._lists = True
-        return self._lists
+        elif not images and self._lists is None:
+            self._lists = False
+        return images if self._lists is None else self._lists
 
 
 def _are_mappings(value: Any) -> bool:
