@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -288,18 +288,6 @@ TASKS: dict[str, EvidenceTask] = {
         target=0.95,
         max_intervals=24,
     ),
-    "resnet-transfer-wide": EvidenceTask(
-        note="residual network of 8 blocks (48 to 384 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
-        build=lambda folder: transferred(folder, 48),
-        units=_children,
-        optimizer=_sgd(0.01),
-        data=upper_digits(500, 1000),
-        batch=32,
-        interval_steps=15,
-        warmup_steps=10,
-        target=0.95,
-        max_intervals=24,
-    ),
     "resnet-transfer": EvidenceTask(
         note="residual network of 8 blocks (32 to 256 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
         build=transferred,
@@ -349,41 +337,28 @@ TASKS: dict[str, EvidenceTask] = {
         target=0.935,
         max_intervals=40,
     ),
-    "cnn-digits-wide": EvidenceTask(
-        note="the same CNN 48 to 192 wide; SGD 0.01, batch 32",
-        build=lambda _: cnn(48),
-        units=_children,
-        optimizer=_sgd(0.01),
-        data=small_digits(500),
-        batch=32,
-        interval_steps=100,
-        warmup_steps=20,
-        target=0.94,
-        max_intervals=40,
-        augment=distort,
+}
+TASKS |= {
+    "resnet-transfer-wide": replace(
+        TASKS["resnet-transfer"],
+        note="residual network of 8 blocks (48 to 384 wide) that learnt digits 0 to 4, fine-tuned on 500 of 5 to 9",
+        build=lambda folder: transferred(folder, 48),
     ),
-    "resnet-mnist-wide": EvidenceTask(
+    "cnn-digits-wide": replace(
+        TASKS["cnn-digits"],
+        note="the same CNN 48 to 192 wide",
+        build=lambda _: cnn(48),
+    ),
+    "resnet-mnist-wide": replace(
+        TASKS["resnet-mnist"],
         note="residual network of 8 blocks (32 to 256 wide) from scratch on 2,000 MNIST digits; SGD 0.02, batch 32",
         build=lambda _: residual(32),
-        units=_children,
-        optimizer=_sgd(0.02),
-        data=few_digits(2000, 1000),
-        batch=32,
-        interval_steps=30,
-        warmup_steps=20,
         target=0.955,
-        max_intervals=50,
     ),
-    "transformer-spam-wide": EvidenceTask(
+    "transformer-spam-wide": replace(
+        TASKS["transformer-spam"],
         note="4-layer transformer (192 wide) from scratch on 3,000 e-mails: spam or not; 64 tokens, AdamW 2e-4, batch 32",
         build=lambda _: classifier(192, 4, 64),
-        units=_children,
-        optimizer=_adamw(2e-4),
         data=few_spam(3000, 800, 64),
-        batch=32,
-        interval_steps=30,
-        warmup_steps=20,
-        target=0.935,
-        max_intervals=40,
     ),
 }

@@ -6,16 +6,8 @@ from hypothesis import strategies as st
 
 from icefrog.placement import FreeGpus, Placement, num_nodes, place
 from icefrog.testing import builders as b
+from icefrog.testing.builders import view
 from icefrog.types import GpuId, JobView, Plan, Snapshot
-
-
-def view(name: str, gpus: tuple[GpuId, ...] = (), shared: bool = False) -> JobView:
-    spec = b.job_spec(name, gpus=tuple(range(1, 17)), batch={"global": 720720})
-    return JobView(
-        spec=spec, profile=None, submit_s=0.0, gpus=gpus, shared=shared, running=bool(gpus), config=None,
-        effective_samples=0.0, remaining_samples=None, frozen_layers=0, stats=None, attained_gpu_s=0.0, holding_since_s=None,
-        waiting_since_s=None, restart_s=60.0, num_restarts=0,
-    )  # fmt: skip
 
 
 def placed(jobs: list[JobView], counts: dict[str, int], nodes: int, gpus: int = 4, pairs=()):

@@ -12,18 +12,10 @@ from icefrog.controller import verify
 from icefrog.placement import all_free, num_nodes, of_type, place
 from icefrog.specfile import parse_cluster
 from icefrog.testing import builders as b
+from icefrog.testing.builders import view
 from icefrog.types import Candidate, GpuId, JobView, Plan, Snapshot
 
 MIXED = parse_cluster("2x4:rtx+3x4:a100+1x8:t4")  # nodes 0-1, 2-4, 5
-
-
-def view(name: str, gpus: tuple[GpuId, ...] = ()) -> JobView:
-    spec = b.job_spec(name, gpus=tuple(range(1, 17)), batch={"global": 720720})
-    return JobView(
-        spec=spec, profile=None, submit_s=0.0, gpus=gpus, shared=False, running=bool(gpus), config=None,
-        effective_samples=0.0, remaining_samples=None, frozen_layers=0, stats=None, attained_gpu_s=0.0, holding_since_s=None,
-        waiting_since_s=None, restart_s=60.0, num_restarts=0,
-    )  # fmt: skip
 
 
 def option(num_gpus: int, gpu_type: str) -> Candidate:

@@ -7,7 +7,7 @@ from typing import Any
 from icefrog import events as ev
 from icefrog.profile import ComputeCurve, LayerCost, OccupancyParams, Profile, SyncCurve, ThroughputParams
 from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
-from icefrog.types import Candidate, Config, Estimate, GpuId
+from icefrog.types import Candidate, Config, Estimate, GpuId, JobView
 
 
 def job_spec(name: str = "job", **changes: Any) -> JobSpec:
@@ -52,6 +52,28 @@ def candidate(num_gpus: int, tta_s: float, *, shared: bool = False, batch_per_gp
     """An option of which only the count and the time matter."""
     config = Config(num_gpus=num_gpus, batch_per_gpu=batch_per_gpu, shared=shared)
     return Candidate(config, Estimate(0.1, 100.0, 1.0, 100.0, 1e9, 40.0, tta_s))
+
+
+def view(name: str, gpus: tuple[GpuId, ...] = (), shared: bool = False) -> JobView:
+    """A job on these GPUs, or one that waits; it may have any number of GPUs up to 16."""
+    return JobView(
+        spec=job_spec(name, gpus=tuple(range(1, 17)), batch={"global": 720720}),
+        profile=None,
+        submit_s=0.0,
+        gpus=gpus,
+        shared=shared,
+        running=bool(gpus),
+        config=None,
+        effective_samples=0.0,
+        remaining_samples=None,
+        frozen_layers=0,
+        stats=None,
+        attained_gpu_s=0.0,
+        holding_since_s=None,
+        waiting_since_s=None,
+        restart_s=60.0,
+        num_restarts=0,
+    )
 
 
 def gpus(count: int, node: int = 0, first: int = 0) -> tuple[GpuId, ...]:
