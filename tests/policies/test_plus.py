@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from icefrog.policies import make_policy
-from icefrog.testing.builders import candidate, cluster, job_spec
+from icefrog.testing.builders import candidate, cluster, job_spec, view
 from icefrog.types import Candidate, JobView, Snapshot
 
 
@@ -23,24 +23,7 @@ def options() -> tuple[Candidate, ...]:
 
 
 def waiting(name: str) -> JobView:
-    return JobView(
-        spec=job_spec(name, share=True),
-        profile=None,
-        submit_s=0.0,
-        gpus=(),
-        shared=False,
-        running=False,
-        config=None,
-        effective_samples=0.0,
-        remaining_samples=None,
-        frozen_layers=0,
-        stats=None,
-        attained_gpu_s=0.0,
-        holding_since_s=None,
-        waiting_since_s=0.0,
-        restart_s=60.0,
-        num_restarts=0,
-    )
+    return replace(view(name), spec=job_spec(name, share=True), waiting_since_s=0.0)
 
 
 def snapshot(num_jobs: int, num_gpus: int) -> Snapshot:

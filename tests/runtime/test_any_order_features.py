@@ -93,14 +93,19 @@ class Featured(Job):
         return elastic
 
 
-def check(seed: int, folder: Path) -> None:
-    job = Featured(seed)
+def three_ways(job: Featured, folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What is left of it plain, with its features, and with these and its deaths."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = copy.deepcopy(job.run(folder / "plain", []))
         job.featured = True
         featured = copy.deepcopy(job.run(folder / "featured", []))
-        died = job.run(folder / "died", job.deaths)
+        return plain, featured, job.run(folder / "died", job.deaths)
+
+
+def check(seed: int, folder: Path) -> None:
+    job = Featured(seed)
+    plain, featured, died = three_ways(job, folder)
     assert list(differences(plain, featured)) == [], (seed, vars(job))
     assert list(differences(featured, died)) == [], (seed, vars(job))
 

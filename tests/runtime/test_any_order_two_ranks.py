@@ -6,14 +6,12 @@ drawn: a schedule that each rank steps by a loss of its own.
 
 from __future__ import annotations
 
-import copy
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from test_any_order import differences
-from test_any_order_features import Featured
+from test_any_order_features import Featured, three_ways
 from torch import nn
 from two_ranks import Ranks
 
@@ -42,13 +40,7 @@ def found_by_a_rank(seed: int, folder: Path) -> tuple[list[str], list[str], int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefixCache, "_fill", lambda *_: False)
         patch.setattr(nn.functional, "linear", linear_by_row)
-        job = Doubled(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            plain = copy.deepcopy(job.run(folder / "plain", []))
-            job.featured = True
-            featured = copy.deepcopy(job.run(folder / "featured", []))
-            died = job.run(folder / "died", job.deaths)
+        plain, featured, died = three_ways(Doubled(seed), folder)
     return list(differences(plain, featured)), list(differences(featured, died)), plain["counters"]["step"]
 
 

@@ -28,6 +28,7 @@ from icefrog.placement import place
 from icefrog.policies.base import Policy
 from icefrog.profile import ComputeCurve, GpuCost, Profile
 from icefrog.spec import ClusterSpec, JobSpec, NodeSpec
+from icefrog.testing import builders
 from icefrog.testing.builders import cluster as cluster_of
 from icefrog.testing.builders import job_spec, profile
 from icefrog.types import Candidate, Config, GpuId, GradientStats, JobView, Plan, Pricing, Snapshot
@@ -387,21 +388,7 @@ class PolicyContract:
 
 
 def _new(spec: JobSpec, submit_s: float) -> JobView:
-    return JobView(
-        spec=spec,
-        profile=_KNOWN,
-        submit_s=submit_s,
-        gpus=(),
-        shared=False,
-        running=False,
-        config=None,
-        effective_samples=0.0,
-        remaining_samples=10_000.0,
-        frozen_layers=0,
-        stats=None,
-        attained_gpu_s=0.0,
-        holding_since_s=None,
-        waiting_since_s=submit_s,
-        restart_s=60.0,
-        num_restarts=0,
+    fresh = builders.view(spec.name)
+    return replace(
+        fresh, spec=spec, profile=_KNOWN, submit_s=submit_s, remaining_samples=10_000.0, waiting_since_s=submit_s
     )
