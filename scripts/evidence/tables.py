@@ -24,7 +24,7 @@ def write_page(page: Path, rows: list[Row]) -> None:
 
 
 def tables(rows: list[Row]) -> str:
-    """Ratios by task and rule, predicted against needed steps, then every run."""
+    """Ratios by task and rule, predicted against needed steps, then every run, folded away."""
     by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
     pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
     for (task, arm, seed), row in sorted(by_run.items()):
@@ -54,7 +54,7 @@ def tables(rows: list[Row]) -> str:
         "### Predicted and needed steps",
         "",
         prediction(rows),
-        "### Every run",
+        f"<details><summary>Every run ({len(by_run)})</summary>",
         "",
         "| task | rule | seed | CPU s | steps | last accuracy | depths |",
         "|---|---|---|---|---|---|---|",
@@ -67,6 +67,7 @@ def tables(rows: list[Row]) -> str:
             f"| {task} | {arm} | {seed} | {row['cpu_s']:.1f}{mark} | {row['steps']} | {row['accuracy']:.3f} | "
             f"{' '.join(moves)} |"
         )
+    lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 

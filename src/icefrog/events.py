@@ -91,6 +91,8 @@ class JobStarted(AttemptEvent):
 
     kind: Literal["job_started"] = "job_started"
     total_samples: float | None = None
+    batch_per_gpu: int | None = Field(default=None, ge=1, description="m in force, of a job that moves its batch")
+    accum_steps: int | None = Field(default=None, ge=1)
     profile: Profile | None = None
 
 

@@ -253,8 +253,17 @@ def _started(job: JobState, record: ev.JobStarted) -> None:
         job.holding = Holding(record.attempt, job.gpus, job.grant.shared, now_s)
     else:
         job.holding = Holding(record.attempt, (), False, now_s)
+    _note_batch(job, record)
     job.profile = record.profile or job.profile
     job.total_samples = record.total_samples if record.total_samples is not None else job.total_samples
+
+
+def _note_batch(job: JobState, record: ev.JobStarted | ev.ProgressReported) -> None:
+    """What a job that moves its batch runs with now: a sharer would have to give it up."""
+    grant = job.grant if record.attempt == job.attempt else None
+    if grant is not None and grant.elastic_batch and record.batch_per_gpu is not None:
+        moved = {"batch_per_gpu": record.batch_per_gpu, "accum_steps": record.accum_steps or 1}
+        job.grant = grant.model_copy(update=moved)
 
 
 def progressed(job: JobState, record: ev.ProgressReported) -> None:
@@ -266,11 +275,7 @@ def progressed(job: JobState, record: ev.ProgressReported) -> None:
     job.total_samples = record.total_samples if record.total_samples is not None else job.total_samples
     job.metric = record.metric if record.metric is not None else job.metric
     job.frozen_layers, job.psi, job.throughput = record.frozen_layers, record.psi, record.throughput
-    grant = job.grant if record.attempt == job.attempt else None
-    if grant is not None and grant.elastic_batch and record.batch_per_gpu is not None:
-        # What it runs with now: a sharer would have to give it up.
-        moved = {"batch_per_gpu": record.batch_per_gpu, "accum_steps": record.accum_steps or 1}
-        job.grant = grant.model_copy(update=moved)
+    _note_batch(job, record)
     if record.variance is not None or record.signal is not None:
         variance = record.variance or ()
         sqr_norm = record.sqr_norm if record.sqr_norm is not None else (0.0,) * len(variance)

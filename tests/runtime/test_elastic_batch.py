@@ -308,6 +308,11 @@ def reports(folder: Path) -> list[protocol.AnyReport]:
     return [protocol.decode(line) for line in (folder / protocol.REPORTS_FILE).read_text().splitlines()]
 
 
+def first_batch(folder: Path) -> tuple[int | None, int | None]:
+    started = next(report for report in reports(folder) if isinstance(report, protocol.Started))
+    return started.batch_per_gpu, started.accum_steps
+
+
 def attempt(folder: Path, plan: Plan, epochs: int, *, script: dict[str, Any] | None = None, **grant: Any) -> Any:
     own: dict[str, Any] = {"rule": None, "global_batch": None, "elastic_batch": False, "env": granted(folder, **grant)}
     return fit(plan, epochs, **own, **(script or {}))
@@ -319,6 +324,7 @@ def test_a_grant_lets_it_move_and_hears_of_it(tmp_path: Path) -> None:
     told = [report for report in reports(tmp_path / "a1") if isinstance(report, protocol.Progress)]
     assert [(report.batch_per_gpu, report.accum_steps) for report in told] == [(8, 1), (8, 1), (16, 2), (16, 2)]
     assert attempt(tmp_path / "a2", {}, 5)["batch"] == (32, 2)  # goes on as it was
+    assert [first_batch(tmp_path / name) for name in ("a1", "a2")] == [(None, None), (16, 2)]
     before = attempt(tmp_path / "a3", {}, 6, batch_per_gpu=32, global_batch=32)
     assert before["batch"] == (32, 2)
     # Beside a partner it has what was priced, and counts by that.

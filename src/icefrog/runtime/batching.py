@@ -120,6 +120,13 @@ class Batching:
         self._put(batch, accum_steps)
 
     @property
+    def brought_back(self) -> tuple[int, int] | None:
+        """(samples a GPU, micro-steps) that the checkpoint brought back; None: as granted, or as the loop has it."""
+        counting = self._engine.counting
+        dealt = self._elastic and counting.sampler is not None and counting.batch_per_gpu > 0
+        return (counting.samples_per_gpu, counting.accum_steps) if dealt else None
+
+    @property
     def _shares(self) -> bool:
         """A sharer fits beside its partner with the batch that was priced, and keeps to it."""
         return self._agent.grant is not None and self._agent.grant.shared

@@ -327,7 +327,8 @@ class LayerElastic(View):
         self._decider.start(self._at)
         self._enter_epoch()
         names = tuple(layer.name for layer in self.layers)
-        self._reporter.started(self._at, names, self.frozen_layers, self.profile() if resumed else None, resumed)
+        batch, profile = self._decider.batching.brought_back, self.profile() if resumed else None
+        self._reporter.started(self._at, names, self.frozen_layers, batch, profile, resumed)
 
     def _drop_accumulated(self) -> None:
         self._gate.restart()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from icefrog.errors import UserError
-from icefrog.estimate.penalty import GradientTracker, frozen_penalty
+from icefrog.estimate.penalty import GradientTracker
 from icefrog.profile import FloatArray
 from icefrog.runtime.accumulating import AccumulationWatch
 from icefrog.runtime.compiled import open_compiled, refuse_outer_compile
@@ -30,6 +30,7 @@ from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.preconditioning import Precondition
 from icefrog.runtime.prefix_cache import PrefixCache
 from icefrog.runtime.profiling import PointKey, Profiler, num_nodes
+from icefrog.runtime.psi import psi_in_force
 from icefrog.runtime.ready import GradientWatch
 from icefrog.runtime.reentrant import FIX, PROBLEM
 from icefrog.runtime.samples import SampleCount
@@ -297,23 +298,14 @@ class Engine(HookOwner):
         self.refresh_psi()
 
     def refresh_psi(self) -> None:
-        """psi of the boundary in force, from the rule or the statistics; kept as it was where they say nothing."""
-        depth = self.freezer.frozen_layers
-        if depth == 0:
-            self.psi = 1.0
-            return
-        if self.worth is not None:
-            self.psi = self.worth
-            return
-        variance = self.tracker.variance
-        if not np.any(variance[:depth] > 0):  # frozen by hand before anything was observed
-            own = self.statistics.trained
-            sizes = [float(sum(p.nbytes for p in layer.params.values() if id(p) in own)) for layer in self.layers]
-            self.psi = sum(sizes[depth:]) / sum(sizes)
-            return
-        worth = float(frozen_penalty(variance)[depth])
-        if np.isfinite(worth):
-            self.psi = worth
+        """The statistics, or the boundary, are others now."""
+        self.psi = psi_in_force(
+            self.freezer.frozen_layers, self.worth, self.tracker.variance, self._trained_bytes, self.psi
+        )
+
+    def _trained_bytes(self) -> list[float]:
+        own = self.statistics.trained
+        return [float(sum(p.nbytes for p in layer.params.values() if id(p) in own)) for layer in self.layers]
 
     # --- forward: samples, FLOPs, order
 

@@ -134,6 +134,10 @@ class Started(Report):
     resumed: bool
     frozen_layers: int = 0
     min_frozen_layers: int = Field(default=0, description="of the grant that is obeyed from here on")
+    batch_per_gpu: int | None = Field(
+        default=None, ge=1, description="in force, of a batch that a checkpoint brought back"
+    )
+    accum_steps: int | None = Field(default=None, ge=1)
     profile: Profile | None = None
 
 

@@ -77,9 +77,15 @@ class Reporter:
         return self.agent.active and self.agent.rank == 0
 
     def started(
-        self, at: Counters, layers: tuple[str, ...], frozen_layers: int, profile: Profile | None, resumed: bool
+        self,
+        at: Counters,
+        layers: tuple[str, ...],
+        frozen_layers: int,
+        batch: tuple[int, int] | None,
+        profile: Profile | None,
+        resumed: bool,
     ) -> None:
-        """The job is up."""
+        """The job is up; ``batch``: (samples a GPU, micro-steps) in force, None: as granted."""
         self.agent.report(
             protocol.Started(
                 time_s=self.agent.now_s(),
@@ -90,6 +96,8 @@ class Reporter:
                 resumed=resumed,
                 frozen_layers=frozen_layers,
                 min_frozen_layers=self._min_frozen_layers,
+                batch_per_gpu=batch[0] if batch else None,
+                accum_steps=batch[1] if batch else None,
                 profile=profile,
             )
         )

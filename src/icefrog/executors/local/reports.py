@@ -210,6 +210,8 @@ def started_event(spec: JobSpec, attempt: int, report: protocol.Started, offset:
         attempt=attempt,
         report_offset=offset,
         total_samples=_total(spec, report),
+        batch_per_gpu=report.batch_per_gpu,
+        accum_steps=report.accum_steps,
         profile=report.profile,
     )
 
@@ -226,6 +228,8 @@ def progress_event(
             effective_samples=report.effective_samples,
             total_samples=_total(spec, report),
             frozen_layers=report.frozen_layers,
+            batch_per_gpu=report.batch_per_gpu,
+            accum_steps=report.accum_steps,
             reason="first report",
             profile=report.profile,
         )
