@@ -160,6 +160,24 @@ def test_the_target_ends_training(tmp_path: Path) -> None:
     assert made.state.global_step == 24
 
 
+@pytest.mark.parametrize(
+    ("metric", "options", "mode"),
+    [
+        ({}, {}, "min"),  # the loss
+        ({"metric": "accuracy"}, {}, "max"),
+        ({}, {"metric_for_best_model": "accuracy", "greater_is_better": True}, "max"),
+        ({"metric": "accuracy", "mode": "min"}, {}, "min"),
+    ],
+)
+def test_without_a_target_too_it_knows_which_way_is_better(
+    tmp_path: Path, metric: dict[str, Any], options: dict[str, Any], mode: str
+) -> None:
+    told: list[str] = []
+    callback = LayerElasticCallback(rule=lambda now: (told.append(now.mode), now.stay("watching"))[1], **metric)
+    hf.trainer(tmp_path, [callback], eval_strategy="epoch", num_train_epochs=1, **options).train()
+    assert set(told) == {mode}
+
+
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
     made = hf.trainer(tmp_path, [by_hand(metric="f1")], eval_strategy="epoch", num_train_epochs=1)
     with pytest.warns(UserWarning, match=r"no metric 'f1' in this evaluation, only eval_loss, eval_accuracy"):

@@ -145,6 +145,14 @@ def test_the_target_ends_training(tmp_path: Path) -> None:
     assert trainer.global_step == 24
 
 
+@pytest.mark.parametrize(("metric", "mode"), [("val_loss", "min"), ("val_acc", "max")])
+def test_without_a_target_too_it_knows_which_way_is_better(tmp_path: Path, metric: str, mode: str) -> None:
+    told: list[str] = []
+    rule = lambda now: (told.append(now.mode), now.stay("watching"))[1]  # noqa: E731
+    pl_models.fit(tmp_path, [LayerElasticCallback(metric, rule=rule)], max_epochs=1)
+    assert set(told) == {mode}
+
+
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"no metric 'f1' was logged; there are: .*val_acc"):
         pl_models.fit(tmp_path, [by_hand("f1")], max_epochs=1)

@@ -267,11 +267,11 @@ def test_an_infinite_metric_is_never_the_best(mode: Any, bad: float) -> None:
         decision = elastic.end_epoch(metric)
         assert not decision.done
     assert decision.metric is None
-    decider = elastic._decider
-    assert (decider.metrics, decider.best_metric, decider.stalled) == ([1.0], 1.0, 1)
+    seen = elastic._decider.validations
+    assert (seen.metrics, seen.best, seen.stalled) == ([1.0], 1.0, 1)
     steps(elastic)
     elastic.end_epoch(float("nan"))
-    assert decider.stalled == 1  # it is none
+    assert seen.stalled == 1  # it is none
 
 
 @pytest.mark.parametrize("name", ["00000001.pt", "00000001.json", "00000001.pt.tmp"])

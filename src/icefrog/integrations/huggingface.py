@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
@@ -15,6 +15,7 @@ from icefrog.errors import UserError
 from icefrog.integrations.ddp import DdpStandIn
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
+from icefrog.runtime.validations import Mode
 from icefrog.spec import Target
 
 _KEY = "icefrog"  # of our entry in the TrainerState, which travels in each checkpoint's trainer_state.json
@@ -43,7 +44,7 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         self,
         metric: str | None = None,
         *,
-        mode: Literal["max", "min"] | None = None,
+        mode: Mode | None = None,
         target: float | None = None,
         **options: Any,
     ) -> None:
@@ -175,26 +176,28 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
     def _make(
         self, args: Any, state: Any, model: nn.Module, optimizer: Any, scaler: Any, **spread: Any
     ) -> LayerElastic:
+        mode, target = self._goal(args)
         return LayerElastic(
             model,
             optimizer,
-            target=self._target(args),
+            target=target,
+            mode=mode,
             samples_per_epoch=_samples_per_epoch(args, state),
             grad_scaler=scaler,
             on_stop=self._on_stop,
             **(self.options | spread),
         )
 
-    def _target(self, args: Any) -> Target | None:
+    def _goal(self, args: Any) -> tuple[Mode | None, Target | None]:
         """Settles the metric's name, too; the Trainer's names begin with ``eval_``, its users' need not."""
         mode = self.mode
         if mode is None and args.greater_is_better is not None and self.metric is None:
             mode = "max" if args.greater_is_better else "min"
         own = self.metric.removeprefix("eval_") if self.metric else None
         default = (args.metric_for_best_model or "loss").removeprefix("eval_")
-        name, target = find_target(own, self.target, mode, default)
+        name, mode, target = find_target(own, self.target, mode, default)
         self._name = (name or default).removeprefix("eval_")
-        return target
+        return mode, target
 
     def _on_stop(self) -> None:
         self._stop = True

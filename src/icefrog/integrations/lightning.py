@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -19,7 +19,7 @@ from icefrog.integrations.ddp import DdpStandIn
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
-from icefrog.spec import Target
+from icefrog.runtime.validations import Mode
 
 
 class LayerElasticCallback(Callback):  # type: ignore[misc]
@@ -43,7 +43,7 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
         self,
         metric: str | None = None,
         *,
-        mode: Literal["max", "min"] | None = None,
+        mode: Mode | None = None,
         target: float | None = None,
         **options: Any,
     ) -> None:
@@ -76,10 +76,12 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
             if hasattr(own, "_remove_autograd_hooks"):
                 own._remove_autograd_hooks()  # or two reducers would average the same gradient
             options = {"ddp_options": strategy._ddp_kwargs} | options | {"parallel": "ddp"}
+        self._name, mode, target = find_target(self.metric, self.target, self.mode, None)
         elastic = LayerElastic(
             pl_module,
             trainer.optimizers[0],
-            target=self._target(),
+            target=target,
+            mode=mode,
             samples_per_epoch=_samples_per_epoch(trainer),
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             on_stop=self._on_stop,
@@ -158,11 +160,6 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
     def _executors_file() -> Path | None:
         folder = Agent(os.environ).checkpoint_dir
         return folder / "lightning.ckpt" if folder is not None else None
-
-    def _target(self) -> Target | None:
-        """Settles the metric's name, too."""
-        self._name, target = find_target(self.metric, self.target, self.mode, None)
-        return target
 
     def _on_stop(self) -> None:
         self._stop = True

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 from icefrog.errors import UserError
 from icefrog.runtime.agent import Agent
+from icefrog.runtime.validations import Mode
 from icefrog.spec import Target
 
 
 def find_target(
-    metric: str | None, value: float | None, mode: Literal["max", "min"] | None, default_metric: str | None
-) -> tuple[str | None, Target | None]:
-    """The name of the metric that is followed (None: none), and what it must reach (None: nothing).
+    metric: str | None, value: float | None, mode: Mode | None, default_metric: str | None
+) -> tuple[str | None, Mode | None, Target | None]:
+    """Of the metric that is followed: its name, whether more is better, and what it must reach; None where there is none.
 
     Args:
         metric: the callback's.
@@ -27,8 +27,9 @@ def find_target(
     grant = Agent(os.environ).grant
     granted = grant.target if grant is not None and value is None else None
     name = metric or (granted.metric if granted is not None else None) or default_metric
-    if value is None:
-        return name, granted
     if name is None:
-        raise UserError("a target needs a metric", f"LayerElasticCallback('val_acc', target={value})")
-    return name, Target(metric=name, value=value, mode=mode or ("min" if name.endswith("loss") else "max"))
+        if value is not None:
+            raise UserError("a target needs a metric", f"LayerElasticCallback('val_acc', target={value})")
+        return None, mode, granted
+    mode = mode or ("min" if name.endswith("loss") else "max")
+    return name, mode, granted if value is None else Target(metric=name, value=value, mode=mode)

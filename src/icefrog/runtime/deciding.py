@@ -26,6 +26,7 @@ from icefrog.runtime.reporting import Counters, Interval, Reporter
 from icefrog.runtime.rules import FreezeOut, NoFreezing
 from icefrog.runtime.rules.base import Bounds, CacheState, FreezingRule, Gradients, Hands, Proposal, Situation
 from icefrog.runtime.trained import Foreign, last_trained
+from icefrog.runtime.validations import Validations
 from icefrog.types import Config
 
 __all__ = ["Decider", "bounds_of"]
@@ -68,6 +69,7 @@ class Decider:
         reporter: told of each decision.
         goal: the validation metric that ends training, and P0.
         batching: decides the global batch, after the boundary.
+        validations: the metrics so far.
         max_fraction: largest share of layers frozen.
     """
 
@@ -79,6 +81,7 @@ class Decider:
         reporter: Reporter,
         goal: Goal,
         batching: Batching,
+        validations: Validations,
         *,
         max_fraction: float,
     ) -> None:
@@ -92,9 +95,7 @@ class Decider:
         self.goal = goal
         self.batching = batching
         self.max_fraction = max_fraction
-        self.metrics: list[float] = []
-        self.best_metric: float | None = None
-        self.stalled = 0
+        self.validations = validations
         self.last_move_step = _NEVER
         self._granted = (NoFreezing(), FreezeOut())
         self._pace: Pace | None = None
@@ -113,8 +114,6 @@ class Decider:
     def see_metric(self, metric: float | None) -> float | None:
         """Collective. Take in a validation metric: the mean of those ranks that give one; None or NaN: nothing new.
 
-        An infinite one (a loss that overflowed) is no better than the best, whichever way, and no rule sees it.
-
         Returns:
             The mean, if it is finite.
         """
@@ -122,18 +121,10 @@ class Decider:
         given = [value for value in self.world.gather(mine).flatten().tolist() if not math.isnan(value)]
         if not given:
             return None
-        if any(math.isinf(value) for value in given):
-            self.stalled += 1
-            return None
-        # Equal ones: exactly that.
-        mean = given[0] if min(given) == max(given) else math.fsum(given) / len(given)
-        self.metrics.append(mean)
-        sign = -1.0 if self.goal.target is not None and self.goal.target.mode == "min" else 1.0
-        if self.best_metric is None or sign * mean > sign * self.best_metric:
-            self.best_metric, self.stalled = mean, 0
-        else:
-            self.stalled += 1
-        return mean
+        # Equal ones: exactly that. One infinite among them makes no mean.
+        infinite = any(math.isinf(value) for value in given)
+        mean = given[0] if min(given) == max(given) else math.inf if infinite else math.fsum(given) / len(given)
+        return mean if self.validations.see(mean) else None
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
         """Take in the training loss of a step; it is not looked at (no synchronisation) before the next decision."""
@@ -355,9 +346,10 @@ class Decider:
             gradients=self._gradients(),
             profile=profile,
             target=self.goal.target,
-            metrics=tuple(self.metrics),
-            best_metric=self.best_metric,
-            stalled=self.stalled,
+            metrics=tuple(self.validations.metrics),
+            best_metric=self.validations.best,
+            stalled=self.validations.stalled,
+            mode=self.validations.mode,
             train_loss=loss,
             learning_rates=tuple(float(group["lr"]) for group in engine.optimizer.param_groups),
             cache=CacheState(cache.hits, cache.misses, cache.off_reason) if cache is not None else None,
@@ -375,9 +367,7 @@ class Decider:
     def state_dict(self) -> dict[str, Any]:
         """JSON values, and what the rules keep."""
         return {
-            "metrics": list(self.metrics),
-            "best_metric": self.best_metric,
-            "stalled": self.stalled,
+            **self.validations.state_dict(),
             "last_move_step": self.last_move_step,
             "worth": self.engine.worth,
             "pace": None if self._pace is None else list(astuple(self._pace)),
@@ -398,9 +388,7 @@ class Decider:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`. A rule that the checkpoint does not know starts afresh."""
         self._foreign.restart()
-        self.metrics = list(state["metrics"])
-        self.best_metric = state["best_metric"]
-        self.stalled = state["stalled"]
+        self.validations.load_state_dict(state)
         self.last_move_step = state["last_move_step"]
         self._loss, self._losses = state["loss"]
         self.engine.worth = state["worth"]

@@ -38,6 +38,7 @@ from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import NEVER
 from icefrog.runtime.stepping import StepGate, refuse_optimizer, scaler_of, tell_wrapper, unwrapped
+from icefrog.runtime.validations import Mode, Validations
 from icefrog.runtime.view import View
 from icefrog.runtime.world import World
 from icefrog.spec import Target
@@ -53,6 +54,8 @@ class LayerElastic(View):
         optimizer: of the model's parameters. Its parameter groups are never changed.
         layers: freezable units in forward order (modules, names, or lists of modules); default: found by themselves.
         target: validation metric that ends training; default: the grant's.
+        mode: without a target, whether more of the metric is better (``max``) or less (``min``); default: as it looks after
+            four validations.
         samples_per_epoch: default: the elastic sampler's, or what the first whole epoch turns out to be.
         global_batch: M in samples, for :meth:`sampler`; default: the grant's.
         accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
@@ -94,6 +97,7 @@ class LayerElastic(View):
         layers: Sequence[nn.Module | str | Sequence[nn.Module | str]] | None = None,
         *,
         target: Target | None = None,
+        mode: Mode | None = None,
         samples_per_epoch: int | None = None,
         global_batch: int | None = None,
         accum_steps: int | None = None,
@@ -154,8 +158,16 @@ class LayerElastic(View):
             self._lr_scaling = LrScaling(lr_rule, base_batch or (grant.base_batch if grant else None), self._engine)
             asked_batch = elastic_batch and probe is None
             batching = Batching(self._engine, self.agent, self._lr_scaling, guards or Guards(), asked=asked_batch)
+            self._validations = Validations(self.target.mode if self.target else mode)
             self._decider = Decider(
-                self.rule, self._engine, self.agent, self._reporter, self._goal, batching, max_fraction=max_fraction
+                self.rule,
+                self._engine,
+                self.agent,
+                self._reporter,
+                self._goal,
+                batching,
+                self._validations,
+                max_fraction=max_fraction,
             )
             refused.pop_all()
         self._gate = StepGate(
@@ -340,6 +352,11 @@ class LayerElastic(View):
         self._engine.timer.reset()
         self._engine.counting.prepare(self._at.cursor)
 
+    def _see(self, metric: float | None) -> None:
+        self._at.metric = self._decider.see_metric(metric)
+        if message := self._validations.news():
+            self._warn(message)
+
     def _decide(self, *, between_epochs: bool = False) -> Decision:
         decision = self._decider.decide(self._at, self.profile, between_epochs=between_epochs)
         self._warn_of([])
@@ -352,7 +369,7 @@ class LayerElastic(View):
         Args:
             metric: as in :meth:`end_epoch`.
         """
-        self._at.metric = self._decider.see_metric(metric)
+        self._see(metric)
         decision = self._decide()
         self._engine.timer.reset()
         return decision
@@ -377,7 +394,7 @@ class LayerElastic(View):
         self._saver.drop()  # what follows saves, and leaves where that was asked for
         if at.samples_per_epoch is None:  # the first whole epoch tells its size
             at.samples_per_epoch = (at.epoch_samples + self._engine.waiting_samples()) or None
-        at.metric = self._decider.see_metric(metric)
+        self._see(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
         at.in_epoch = False

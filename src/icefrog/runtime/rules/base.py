@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -101,6 +101,8 @@ class Situation:
     best_metric: float | None = None
     stalled: int = 0
     """Validation metrics since the best one."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more of the metric is better, as the user said or as it looks."""
     train_loss: float | None = None
     """Mean over the steps since the last decision, where the loop calls ``elastic.note_loss``."""
     learning_rates: tuple[float, ...] = ()
