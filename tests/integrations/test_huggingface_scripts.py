@@ -14,9 +14,8 @@ pytest.importorskip("accelerate", reason="pip install 'icefrog[huggingface]', or
 
 import hf_models as hf  # noqa: E402 - the library comes first
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
-from icefrog.integrations.huggingface import LayerElasticCallback  # noqa: E402
+from icefrog.integrations.huggingface import LayerElasticCallback, last_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.adapters
 
@@ -90,7 +89,7 @@ def glue(folder: Path, callbacks: list[Any], stop_after: int | None = None) -> A
     )
     if stop_after is not None:
         trainer.add_callback(hf.At(stop_after, lambda: setattr(trainer.control, "should_training_stop", True)))
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
     trainer.save_model()
     trainer.save_state()
     metrics = trainer.evaluate()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from icefrog.errors import UserError
 from icefrog.integrations.ddp import DdpStandIn
+from icefrog.integrations.own_state import own_state, read_tensors, restore, write_tensors
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.validations import Mode
 from icefrog.spec import Target
 
 _KEY = "icefrog"  # of our entry in the TrainerState, which travels in each checkpoint's trainer_state.json
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
@@ -115,7 +120,9 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         if saved is not None:
             if saved["step"] != state.global_step:
                 warnings.warn(f"the boundary is that of step {saved['step']}, not {state.global_step}", stacklevel=2)
-            elastic.load_state_dict(json.loads(saved["state"]))
+            places = [args.resume_from_checkpoint or "", _folder(args, state), saved.get("folder", "")]
+            tensors = read_tensors([Path(place) for place in places if place], saved["state"])
+            restore(elastic, saved["state"], tensors)
         elif state.global_step > 0:
             warnings.warn("the checkpoint was written without layer elasticity: no layer is frozen", stacklevel=2)
         elastic.begin(max(math.ceil(state.num_train_epochs), 1))
@@ -124,14 +131,14 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         """Save and end where the executor asks for it."""
         if self._stop:
             control.should_save = control.should_training_stop = True
-        self._remember(state, control.should_save or control.should_evaluate)
+        self._remember(args, state, control.should_save or control.should_evaluate)
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide, unless an evaluation follows or has just done so."""
         if self.elastic is not None and not control.should_evaluate and _epochs(state) > self._epochs_ended:
             self._decide(state, None)
-        self._remember(state, control.should_save)
+        self._remember(args, state, control.should_save)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> Any:
         """Decide; end training at the target."""
@@ -148,13 +155,23 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
             self._decide(state, float(value))
             if elastic.target is not None and elastic.target.reached(float(value)):
                 control.should_training_stop = True
-        self._remember(state, True)
+        self._remember(args, state, True)
         return control
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell the executor, if there is one."""
-        if self.elastic is not None:
-            self.elastic.saved(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        """Add what the Trainer's files cannot hold; tell the executor, if there is one."""
+        if self.elastic is None:
+            return
+        folder = _folder(args, state)
+        before = state.stateful_callbacks.get(_KEY)
+        tensors = self._remember(args, state, True)
+        if args.should_save and folder.is_dir():
+            if state.stateful_callbacks[_KEY] != before:  # a callback behind this one has moved the boundary since
+                half = folder / f"{TRAINER_STATE_NAME}.tmp"
+                state.save_to_json(str(half))
+                half.replace(folder / TRAINER_STATE_NAME)
+            write_tensors(folder, state.stateful_callbacks[_KEY]["state"], tensors)
+        self.elastic.saved(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the model and the optimizer back as they were."""
@@ -210,16 +227,48 @@ class LayerElasticCallback(TrainerCallback):  # type: ignore[misc]
         else:
             self.decisions.append(self.elastic.decide(metric))
 
-    def _remember(self, state: Any, needed: bool) -> None:
-        """Put our state where the Trainer saves its own."""
-        if self.elastic is not None and needed:
-            own = json.dumps(self.elastic.state_dict(own_only=True))
-            state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": own}
+    def _remember(self, args: Any, state: Any, needed: bool) -> dict[str, Any]:
+        """Put our state where the Trainer saves its own; the rest of it."""
+        if self.elastic is None or not needed:
+            return {}
+        text, tensors = own_state(self.elastic)
+        folder = str(_folder(args, state).resolve())
+        state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": text, "folder": folder}
+        return tensors
 
     def _close(self) -> None:
         if self.elastic is not None:
             self.elastic.close()
             self.elastic = None
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest whole checkpoint of a Trainer, for ``trainer.train(resume_from_checkpoint=...)``; None: there is none.
+
+    A Trainer that is killed while it saves leaves a part of a checkpoint, which ``get_last_checkpoint`` of ``transformers``,
+    and so ``resume_from_checkpoint=True``, would take. ``trainer_state.json`` is what it writes last.
+
+    Args:
+        output_dir: the Trainer's; need not exist yet.
+    """
+    found = {
+        int(name[1]): path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (name := _CHECKPOINT.fullmatch(path.name))
+    }
+    for step in sorted(found, reverse=True):
+        try:
+            json.loads((found[step] / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            warnings.warn(f"{found[step]} is only a part of a checkpoint: passed over", stacklevel=2)
+        else:
+            return str(found[step])
+    return None
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Where the Trainer keeps the checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _epochs(state: Any) -> int:
@@ -243,6 +292,11 @@ def _refuse(args: Any, attached: bool = False) -> None:
         raise UserError(
             "the Trainer shards the model itself (FSDP or DeepSpeed), which the boundary cannot follow",
             "train data-parallel (torchrun without these options), or use LayerElastic in a loop of your own",
+        )
+    if getattr(args, "torch_compile", False):
+        raise UserError(
+            "torch_compile=True compiles the model with the hooks of LayerElastic in it: it would run uncompiled",
+            "leave torch_compile out of the TrainingArguments",
         )
     if args.world_size > 1 and not attached:
         raise UserError(

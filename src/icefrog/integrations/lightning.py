@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from icefrog.errors import UserError
 from icefrog.integrations.ddp import DdpStandIn
+from icefrog.integrations.own_state import own_state, restore
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
@@ -91,7 +91,7 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
         self.elastic, self.decisions = elastic, []
         self._stop = self._warned = False
         if self._loaded:
-            elastic.load_state_dict(json.loads(self._loaded["own"]))
+            restore(elastic, self._loaded["own"], self._loaded.get("tensors"))
             self._loaded = {}
         elif trainer.global_step > 0:
             warnings.warn("the checkpoint was written without layer elasticity: no layer is frozen", stacklevel=2)
@@ -142,7 +142,8 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
         """Part of Lightning's checkpoint."""
         if self.elastic is None:
             return self._last_state
-        return {"own": json.dumps(self.elastic.state_dict(own_only=True))}
+        text, tensors = own_state(self.elastic)
+        return {"own": text, "tensors": tensors}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Kept until the optimizer has its own state back."""

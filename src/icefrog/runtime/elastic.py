@@ -461,7 +461,7 @@ class LayerElastic(View):
         Collective where each rank holds a part of the model; every rank gets the whole.
 
         Args:
-            own_only: leave out what other code saves (weights, optimizer, what is registered, generators): JSON values only.
+            own_only: leave out what other code saves (weights, optimizer, what is registered, generators).
         """
         if own_only:
             return saving.pack_own(self._engine, self._decider, self._at)

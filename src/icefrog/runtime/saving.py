@@ -13,6 +13,9 @@ from icefrog.runtime.deciding import Decider
 from icefrog.runtime.engine import Engine
 from icefrog.runtime.reporting import Counters
 
+TENSORS = ("statistics", "rule_tensors")
+"""What of :func:`pack_own` holds tensors; :func:`unpack` does without, but then some measurements begin anew."""
+
 
 class Stateful(Protocol):
     """What :meth:`LayerElastic.register` takes: an LR scheduler, an EMA, ..."""
@@ -39,20 +42,21 @@ def pack(
     Collective where the parallelism is ``sharded``, but not with ``held_only``: what this rank holds of a sharded state.
     """
     spread = engine.parallel
-    names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
-        **pack_own(engine, decider, counters),
+        **pack_own(engine, decider, counters, held_only=held_only),
         "model": spread.held_model_state() if held_only else spread.model_state(),
         "optimizer": (spread.held_optimizer_state if held_only else spread.optimizer_state)(engine.optimizer),
         "registered": {name: item.state_dict() for name, item in registered.items()},
         "rng": checkpoint.rng_state(),
-        "statistics": engine.statistics.state_dict(names, held_only=held_only),
-        "rule_tensors": decider.tensors(),
     }
 
 
-def pack_own(engine: Engine, decider: Decider, counters: Counters) -> dict[str, Any]:
-    """What nobody else knows: the boundary, statistics, times, the rule's memory and counters; JSON values."""
+def pack_own(engine: Engine, decider: Decider, counters: Counters, *, held_only: bool = False) -> dict[str, Any]:
+    """What nobody else knows: the boundary, statistics, times, the rule's memory and counters.
+
+    JSON values, but for what is under :data:`TENSORS`.
+    """
+    names = {id(param): name for name, param in engine.inner.named_parameters()}
     return {
         "schema": 1,
         "frozen_layers": engine.boundary,
@@ -64,6 +68,8 @@ def pack_own(engine: Engine, decider: Decider, counters: Counters) -> dict[str, 
         "profiler": engine.profiler.state_dict(),
         "decider": decider.state_dict(),
         "counters": asdict(counters),
+        "statistics": engine.statistics.state_dict(names, held_only=held_only),
+        "rule_tensors": decider.tensors(),
     }
 
 
