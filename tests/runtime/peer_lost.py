@@ -2,9 +2,10 @@
 
     python peer_lost.py KIND FOLDER LIVES SEED
 
-``KIND``: ``auto`` (data-parallel) or ``fsdp``. The one to be killed is drawn, after some steps and at a random moment.
-Prints a line of JSON: for each life, the seconds until the other rank had ended, its exit status, what it wrote to
-stderr, and the step that is on disk. Ranks are forked from this process, and end as programs do, not by ``os._exit``.
+``KIND``: ``auto`` (data-parallel), ``fsdp``, ``pipeline``, or ``replicas`` of a pipeline of one stage. The one to be killed
+is drawn, after some steps and at a random moment. Prints a line of JSON: for each life, the seconds until the other rank had
+ended, its exit status, what it wrote to stderr, and the step that is on disk. Ranks are forked from this process, and end as
+programs do, not by ``os._exit``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 from icefrog.executors.local.supervisor import free_port
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.checkpoint import CheckpointStore
+from icefrog.runtime.parallel.pipeline import Pipeline
 
 BATCH, STEPS_AN_EPOCH = 16, 5
 LIMIT_S = 120.0
@@ -38,17 +40,24 @@ def train(kind: str, folder: Path, up: int) -> None:
     warnings.simplefilter("ignore")
     model = models.mlp(dim=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stages = {"pipeline": 2, "replicas": 1}.get(kind)
+    spread = Pipeline(nn.functional.cross_entropy, num_stages=stages) if stages else kind
     elastic = LayerElastic(
-        model, optimizer, rule="none", env={}, checkpoint_dir=folder / "c", checkpoint_every_steps=1, parallel=kind
+        model, optimizer, rule="none", env={}, checkpoint_dir=folder / "c", checkpoint_every_steps=1, parallel=spread
     )
     sampler = elastic.sampler(BATCH * STEPS_AN_EPOCH, global_batch=BATCH)
     x, y = models.data(BATCH * STEPS_AN_EPOCH, dim=32)
     for _ in elastic.epochs(10**6):
         for rows in sampler:
-            nn.functional.cross_entropy(elastic.model(x[rows]), y[rows]).backward()
+            if stages:
+                elastic.train_step(x[rows], y[rows])
+            else:
+                nn.functional.cross_entropy(elastic.model(x[rows]), y[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()
             os.write(up, b".")
+        with torch.no_grad():
+            elastic.model(x[:BATCH])
         elastic.freeze(elastic.epoch % 3)
         elastic.end_epoch()
 

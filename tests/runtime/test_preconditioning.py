@@ -51,6 +51,20 @@ def divisors(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> li
     return [divisor / correction for divisor, correction in zip(scale.by_element(), scale.corrections, strict=True)]
 
 
+def test_adagrads_sum_is_measured_like_the_mean_that_it_is() -> None:
+    """Its sum over t steps is t times the mean of g^2: elements that differ by less than t keep divisors of their own."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adagrad([weight])
+    assert Preconditioner(optimizer, "auto").scale([weight]) is None  # a state, of zeros
+    grads = torch.tensor([1.0, 0.5, 0.2, 0.001])
+    for _ in range(100):
+        weight.grad = grads.clone()
+        optimizer.step()
+    (found,) = divisors(optimizer, [weight])
+    assert found[:3].tolist() == pytest.approx([10.0, 5.0, 2.0])
+    assert float(found[3]) == pytest.approx(1.0)  # the largest |g|: the quotient is at most the optimizer's own
+
+
 @pytest.mark.parametrize("name", ["Adamax", "Adafactor"])
 def test_the_divisor_is_the_optimizers_own(name: str) -> None:
     """From what one step with a known gradient moves each weight by."""

@@ -46,6 +46,25 @@ def test_only_rank_0_reports(tmp_path: Path) -> None:
     assert not (tmp_path / "reports.jsonl").exists()
 
 
+def test_a_full_disk_delays_a_report_and_ends_no_training(tmp_path: Path) -> None:
+    sent = [protocol.Warned(time_s=float(i), message=str(i)) for i in range(4)]
+    path = tmp_path / "reports.jsonl"
+    one = agent(tmp_path)
+    one.report(sent[0])
+    path.rename(tmp_path / "kept")
+    path.symlink_to("/dev/full")
+    one.report(sent[1])
+    with pytest.raises(OSError, match="No space left"):
+        one.report(sent[2], last=True)  # nothing would send it later
+    (tmp_path / "kept").rename(path)
+    one.report(sent[3])
+    assert [protocol.decode(line) for line in path.read_bytes().splitlines()] == sent
+    (tmp_path / "reports.jsonl").unlink()
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):  # nobody listens any more
+        one.report(sent[0])
+
+
 def test_unknown_kinds_are_refused() -> None:
     with pytest.raises(ValidationError):
         protocol.decode(b'{"kind": "nonsense", "time_s": 1}')
@@ -80,6 +99,18 @@ def test_a_new_grant_is_read_once_and_a_broken_one_ignored(tmp_path: Path) -> No
     (tmp_path / "grant.json").write_text("{")
     assert not one.refresh_grant()
     assert one.grant.max_frozen_layers == 2
+
+
+def test_two_grants_within_one_tick_of_the_clock_are_both_read(tmp_path: Path) -> None:
+    one = agent(tmp_path)
+    for bound in (2, 3):
+        half = tmp_path / f"half{bound}"
+        half.write_text(json.dumps({**GRANT, "max_frozen_layers": bound}))
+        os.utime(half, ns=(10**18, 10**18))
+        half.replace(tmp_path / "grant.json")
+        assert one.refresh_grant()
+        assert one.grant is not None
+        assert one.grant.max_frozen_layers == bound
 
 
 def test_a_broken_grant_in_the_environment_is_a_user_error() -> None:

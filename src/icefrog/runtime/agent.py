@@ -5,6 +5,7 @@ Without the environment of an executor every method does nothing, so a plain run
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from pydantic import ValidationError
 from icefrog.errors import UserError
 from icefrog.runtime import protocol
 from icefrog.runtime.protocol import AnyReport, Grant
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Agent:
@@ -39,7 +42,9 @@ class Agent:
         self.checkpoint_dir = Path(checkpoint) if checkpoint else None
         self.grant = _parse_grant(env[protocol.ENV_GRANT]) if env.get(protocol.ENV_GRANT) else None
         self._terminated = False
-        self._grant_mtime_ns = 0
+        self._grant_read = (0, 0)  # of the file that was read: which one, and when it was written (ns)
+        self._unsent = b""  # lines that the disk had no room for
+        self._sending = threading.Lock()
 
     @property
     def active(self) -> bool:
@@ -66,25 +71,43 @@ class Agent:
             return False
         path = self.attempt_dir / protocol.GRANT_FILE
         try:
-            mtime_ns = path.stat().st_mtime_ns
-            if mtime_ns == self._grant_mtime_ns:
+            found = path.stat()
+            identity = (found.st_ino, found.st_mtime_ns)  # two within one tick of the file system's clock are two files
+            if identity == self._grant_read:
                 return False
             grant = _parse_grant(path.read_text())
         except (OSError, UserError):
             return False
-        self._grant_mtime_ns = mtime_ns
+        self._grant_read = identity
         changed, self.grant = grant != self.grant, grant
         return changed
 
-    def report(self, report: AnyReport) -> None:
-        """Append one line with a single write, so that a reader never sees half of two lines mixed. Rank 0 only."""
+    def report(self, report: AnyReport, *, last: bool = False) -> None:
+        """Append one line. Rank 0 only; from any thread. Where the disk is full, training goes on, and the line waits for
+        the next report.
+
+        Args:
+            report: of any kind.
+            last: nothing will follow.
+
+        Raises:
+            OSError: the file cannot be written to, and that is not a full disk, or this is the last line.
+        """
         if self.attempt_dir is None or self.rank != 0:
             return
-        descriptor = os.open(self.attempt_dir / protocol.REPORTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, protocol.encode(report))
-        finally:
-            os.close(descriptor)
+        with self._sending:
+            self._unsent += protocol.encode(report)
+            path = self.attempt_dir / protocol.REPORTS_FILE
+            try:
+                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                try:
+                    while self._unsent:  # a full disk may take a part
+                        self._unsent = self._unsent[os.write(descriptor, self._unsent) :]
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                if last or error.errno not in _NO_ROOM:
+                    raise
 
     def write_probed(self, probed: protocol.Probed) -> None:
         """Put ``probe.json`` into the attempt's folder, whole or not at all."""

@@ -90,12 +90,14 @@ class Preconditioner:
         if not self.active or not self._look():
             return False
         states = [self.optimizer.state.get(param) or {} for param in params]
-        if not all(states):
+        steps = _steps(states)
+        # Adagrad has a state before its first step, of zeros.
+        if not all(states) or any(step == 0 and "step" in state for step, state in zip(steps, states, strict=True)):
             if self._largest_over_ranks is not None:  # no rank waits for this one
                 self._largest_over_ranks(torch.zeros(len(states), device=params[0].device))
             return None
         groups = [self._group.get(id(param), {}) for param in params]
-        found = [_moment(*each) for each in zip(states, groups, _steps(states), strict=True)]
+        found = [_moment(*each) for each in zip(states, groups, steps, strict=True)]
         moments = [moment.v for moment in found]
         corrections = [math.sqrt(moment.correction) for moment in found]
         # Of a parameter whose v is 0 everywhere, eps alone is the divisor: it must not be 0.
@@ -154,6 +156,8 @@ def _moment(state: Mapping[str, Any], group: Mapping[str, Any], step: float) -> 
     name = next(name for name in _SECOND_MOMENTS if name in state)
     if name == "square_avg":
         decay = float(group.get("alpha", 0.0))
+    if name == "sum":  # Adagrad: the mean of all g^2 so far, but for a factor that is common to all elements
+        decay = 1.0 - 1.0 / max(step, 1.0)
     correction = 1.0 - decay**step if "betas" in group and "step" in state else 1.0
     return _Moment(held(name), eps, decay, correction)
 

@@ -16,6 +16,7 @@ random number was drawn and nothing that trains ran before that last output, the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -144,6 +145,8 @@ class PrefixCache(HookOwner):
         """Remove hooks and rows."""
         self._restore()
         self._drop_store()
+        with contextlib.suppress(OSError):  # another process has rows there, or nothing was ever written
+            self.folder.rmdir()
         for handle in [*self._handles, *self._root_handles]:
             handle.remove()
 
@@ -270,10 +273,17 @@ class PrefixCache(HookOwner):
                 self._give_up(f"one row of {row_bytes} bytes exceeds the budget")
                 return
             self._store.refresh()
+        self._write(self._keys, pack(self._captured, self._batch))
+
+    def _write(self, keys: list[Key], rows: torch.Tensor) -> bool:
+        """Add rows to the store; False: the disk cannot take them, and the cache is off."""
+        assert self._store is not None
         try:
-            self._store.write(self._keys, pack(self._captured, self._batch).numpy())
-        except OSError as error:
+            self._store.write(keys, rows.numpy())
+        except OSError as error:  # and whoever else needs the room has it
             self._give_up(f"cannot write to {self.folder}: {error.strerror}")
+            return False
+        return True
 
     def _fill(self, args: Any, kwargs: Any) -> bool:
         """Where some rows of the batch are there: compute the others, by the prefix alone. Whether all are there now."""
@@ -288,8 +298,8 @@ class PrefixCache(HookOwner):
         if output is None:
             return False
         self._filled = True
-        self._store.write([self._keys[place] for place in missing], pack(output, len(missing)).numpy())
-        return all(key in self._store for key in self._keys)
+        written = self._write([self._keys[place] for place in missing], pack(output, len(missing)))
+        return written and all(key in self._store for key in self._keys)
 
     def _prefix_of(self, args: Any, kwargs: Any, chosen: list[int]) -> Any:
         """The prefix's last output for some rows of the batch; None: it cannot be had without the others."""

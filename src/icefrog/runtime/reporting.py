@@ -156,7 +156,7 @@ class Reporter:
         )
 
     def checkpointed(self, path: Path, effective_samples: float, wait_s: float) -> None:
-        """A checkpoint is on disk. The one report that comes from another thread: a line is one write."""
+        """A checkpoint is on disk. The one report that comes from another thread."""
         self.agent.report(
             protocol.Checkpointed(
                 time_s=self.agent.now_s(), path=str(path), effective_samples=effective_samples, wait_s=wait_s
@@ -169,7 +169,8 @@ class Reporter:
 
     def stopped(self, at: Counters) -> None:
         """The job leaves, as it was asked to."""
-        self.agent.report(protocol.StoppedReport(time_s=self.agent.now_s(), effective_samples=at.effective_samples))
+        report = protocol.StoppedReport(time_s=self.agent.now_s(), effective_samples=at.effective_samples)
+        self.agent.report(report, last=True)
 
     def finished(self, at: Counters, outcome: Outcome) -> None:
         """The job is over."""
@@ -179,5 +180,6 @@ class Reporter:
                 outcome=outcome,
                 metric=at.metric,
                 effective_samples=at.effective_samples,
-            )
+            ),
+            last=True,
         )

@@ -1,8 +1,11 @@
 """Rows of bytes by key on local disk (or in shared memory), written by each process into a segment of its own, read by all.
 
 Layout of a folder: ``<kind>/<segment>.index`` (one 16-byte key a row, appended after the row is there) and
-``<kind>/<segment>.data`` (the rows, a sparse memory-mapped file). ``kind`` says what the rows are of; a store of another
+``<kind>/<segment>.data`` (the rows, a sparse file). ``kind`` says what the rows are of; a store of another
 kind deletes what it finds of older ones. Nothing here must survive a power cut: the boot id is part of ``kind``.
+
+Rows are read through a memory map, and written with ``write``: through a map, a full disk (or a container's small /dev/shm)
+would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -45,10 +48,9 @@ class RowStore:
         self._segments: list[ByteRows] = []
         self._read: dict[str, int] = {}  # index file -> keys read so far
         self._number: dict[str, int] = {}  # index file -> segment
-        self._own: ByteRows | None = None
         self._own_name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._own_rows = 0
-        self._index = -1
+        self._index = self._data = -1  # this process's own files
         _forget_others(folder, name)
 
     def __len__(self) -> int:
@@ -75,19 +77,18 @@ class RowStore:
 
     def write(self, keys: Iterable[Key], rows: ByteRows) -> int:
         """Add rows whose key is new, as far as the budget goes; returns how many. Raises ``OSError`` if the disk does."""
-        fresh = [(key, i) for i, key in enumerate(keys) if key not in self._at]
-        fresh = fresh[: max(self.capacity - self._own_rows, 0)]
-        if not fresh:
+        # A batch may hold a sample twice: of equal keys one place stays.
+        fresh = {key: place for place, key in enumerate(keys) if key not in self._at}
+        written = list(fresh)[: max(self.capacity - self._own_rows, 0)]
+        if not written:
             return 0
-        own = self._open()
-        written: list[Key] = []
-        for key, i in fresh:
-            if key not in self._at:  # a batch may hold a sample twice
-                own[self._own_rows] = rows[i]
-                self._at[key] = (self._number[self._own_name], self._own_rows)
-                self._own_rows += 1
-                written.append(key)
-        os.write(self._index, np.array(written, dtype=_KEY).tobytes())  # only now do others see the rows
+        segment = self._open()
+        data = np.ascontiguousarray(rows[[fresh[key] for key in written]])
+        _write(self._data, data.tobytes(), self._own_rows * self.row_bytes)
+        at = self._own_rows * _KEY.itemsize
+        _write(self._index, np.array(written, dtype=_KEY).tobytes(), at)  # only now do others see the rows
+        self._at.update({key: (segment, self._own_rows + row) for row, key in enumerate(written)})
+        self._own_rows += len(written)
         return len(written)
 
     def refresh(self) -> int:
@@ -101,12 +102,12 @@ class RowStore:
 
     def close(self) -> None:
         """Delete what this process wrote; others lose nothing that they have opened."""
-        if self._index >= 0:
-            os.close(self._index)
-            self._index = -1
-            for suffix in (_SUFFIX, ".data"):
+        for file, suffix in ((self._index, _SUFFIX), (self._data, ".data")):
+            if file >= 0:
+                os.close(file)
                 (self.folder / f"{self._own_name}{suffix}").unlink(missing_ok=True)
-        self._own, self._segments, self._at = None, [], {}
+        self._index = self._data = -1
+        self._segments, self._at = [], {}
         try:
             self.folder.rmdir()
         except OSError:
@@ -114,16 +115,19 @@ class RowStore:
 
     # -- files -----------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> ByteRows:
-        if self._own is None:
+    def _open(self) -> int:
+        """The number of this process's own segment, which is there then."""
+        if self._index < 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            data = self.folder / f"{self._own_name}.data"
-            self._own = np.memmap(data, dtype=np.uint8, mode="w+", shape=(self.capacity, self.row_bytes))
-            path = self.folder / f"{self._own_name}{_SUFFIX}"
-            self._index = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            path = self.folder / f"{self._own_name}.data"
+            flags = os.O_WRONLY | os.O_CREAT
+            self._data = os.open(path, flags, 0o600)
+            self._index = os.open(path.with_suffix(_SUFFIX), flags, 0o600)
+            os.truncate(self._data, self.capacity * self.row_bytes)
             self._number[self._own_name] = len(self._segments)
-            self._segments.append(self._own)
-        return self._own
+            shape = (self.capacity, self.row_bytes)
+            self._segments.append(np.memmap(path, dtype=np.uint8, mode="r", shape=shape))
+        return self._number[self._own_name]
 
     def _learn(self, name: str, index: Path) -> None:
         try:
@@ -143,6 +147,14 @@ class RowStore:
         for row in range(start, min(len(keys), len(self._segments[segment]))):
             self._at.setdefault((int(keys[row]["a"]), int(keys[row]["b"])), (segment, row))
         self._read[name] = len(keys)
+
+
+def _write(file: int, data: bytes, at: int) -> None:
+    """All of it, or ``OSError``: a full disk takes a part first."""
+    left = memoryview(data)
+    while left:
+        done = os.pwrite(file, left, at)
+        left, at = left[done:], at + done
 
 
 def _forget_others(folder: Path, name: str) -> None:

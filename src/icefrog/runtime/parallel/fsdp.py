@@ -26,8 +26,13 @@ from icefrog.runtime import named_state
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel.base import Parallel
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.statistics import Source
 from icefrog.runtime.world import DivergenceError, World
+
+# Of PyTorch 2.13 and later; before, each had the second name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class FullyShardedDataParallel(Parallel):
@@ -77,8 +82,9 @@ class FullyShardedDataParallel(Parallel):
             fully_shard(modules, mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         for unit in self._all_units():
+            unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]  # not a subclass, here and below
             # The reduction applies the weight itself, as samples may be dealt unevenly.
-            unit.set_custom_reduce_scatter(_WeightedReduceScatter(self))  # type: ignore[arg-type]  # not a subclass
+            unit.set_custom_reduce_scatter(_WeightedReduceScatter(self))  # type: ignore[arg-type]
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         for unit in self._all_units():
@@ -126,7 +132,8 @@ class FullyShardedDataParallel(Parallel):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
             for buffers in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                dist.broadcast(flat, src=0)
+                with peers_needed():
+                    dist.broadcast(flat, src=0)
                 sizes = [buffer.numel() for buffer in buffers]
                 for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
                     buffer.copy_(part.view_as(buffer))
@@ -211,16 +218,34 @@ class FullyShardedDataParallel(Parallel):
         self._handle.remove()
 
 
-class _WeightedReduceScatter:
-    """Sums n_r / M of each rank's gradient over the ranks; what FSDP2 takes as its reduce-scatter."""
-
-    def __init__(self, parallel: FullyShardedDataParallel) -> None:
-        self.parallel = parallel
+class _Collective:
+    """What FSDP2 takes in place of a collective of its own. It waits for the result where it is called, unless asked not to:
+    so a peer that is gone is noticed here, in forward and backward passes alike.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for the communication."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _AllGather(_Collective):
+    """FSDP2's own, but for the error."""
+
+    @peers_needed()
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _WeightedReduceScatter(_Collective):
+    """Sums n_r / M of each rank's gradient over the ranks."""
+
+    def __init__(self, parallel: FullyShardedDataParallel) -> None:
+        self.parallel = parallel
+
+    @peers_needed()
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -233,9 +258,7 @@ class _WeightedReduceScatter:
         statistics = self.parallel.statistics
         input_tensor.mul_(statistics.weight[0])
         statistics.bytes_reduced += input_tensor.numel() * input_tensor.element_size()
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
 

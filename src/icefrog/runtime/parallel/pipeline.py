@@ -21,6 +21,7 @@ from icefrog.runtime.layers import Layer
 from icefrog.runtime.parallel import chain
 from icefrog.runtime.parallel.base import Parallel
 from icefrog.runtime.parallel.stage import LossFn, StageRunner
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.statistics import Source
 from icefrog.runtime.timing import StepTimes
 from icefrog.runtime.world import OUTSIDE, World, checksums, compare_sums
@@ -36,6 +37,7 @@ class PipelinedModule(nn.Module):
         self.module = parallel.model
         self.__dict__["parallel"] = parallel
 
+    @peers_needed()
     def forward(self, x: Any) -> torch.Tensor:
         """Collective. The model's output, on every rank of a replica; without gradients.
 
@@ -168,6 +170,7 @@ class Pipeline(Parallel):
         self._share_buffers()
         self.verify()
 
+    @peers_needed()
     def _share_buffers(self) -> None:
         if self.num_replicas > 1:
             for buffer in self.runner.module.buffers():
@@ -261,6 +264,7 @@ class Pipeline(Parallel):
             count = half if index + 1 == half else parts - half
             self.statistics.part(samples * count / parts, parts / count)
 
+    @peers_needed()
     def average(self, weight: float) -> None:
         """Collective. The mean over micro-steps, then over the replicas of this stage; frozen layers send nothing."""
         if self.num_replicas == 1:
@@ -279,6 +283,7 @@ class Pipeline(Parallel):
             for param, grad, mean in zip(of_type, grads, torch.split(buffer, [g.numel() for g in grads]), strict=True):
                 param.grad = grad.copy_(mean.view_as(grad))
 
+    @peers_needed()
     def clip(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
         """Collective. By the norm over all stages."""
         grads = [param.grad for param in params if param.grad is not None]
@@ -314,6 +319,7 @@ class Pipeline(Parallel):
 
     # --- states
 
+    @peers_needed()
     def _merge(self, mine: dict[str, T]) -> dict[str, T]:
         """Collective. The stages' parts together, on every rank, on the CPU."""
         if self.num_stages == 1:
