@@ -13,6 +13,16 @@ Row = dict[str, Any]
 KINDS = {"watch-raw": "raw variance", "watch-auto": "preconditioned variance"}
 
 
+def control_steps(row: Row) -> int:
+    """Of the control that trained beside this run: another processor rounds differently, and takes other steps."""
+    return len(row["control_trace_cpu_s"]) * TASKS[row["task"]].interval_steps
+
+
+def control_reached(row: Row) -> bool:
+    """Whether it reached the target, or went on to the last interval."""
+    return len(row["control_trace_cpu_s"]) < TASKS[row["task"]].max_intervals
+
+
 def prediction(rows: list[Row]) -> str:
     """A line for each task, depth and start: geometric means over the seeds that have all of it."""
     by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
@@ -21,17 +31,16 @@ def prediction(rows: list[Row]) -> str:
     for (task, arm, seed), row in sorted(by_run.items()):
         depth, _, start = arm.removeprefix("fixed:").partition("@")
         watches = [by_run.get((task, kind, seed)) for kind in KINDS]
-        control = by_run.get((task, "control", seed))
-        if not start or control is None or None in watches:
+        if not start or None in watches or not control_reached(row):
             continue
         at_step = int(start) * TASKS[task].interval_steps
-        if control["steps"] <= at_step:
+        if control_steps(row) <= at_step:
             continue
         cell = task, int(depth), int(start)
         if not row["reached"]:
             missed[cell] += 1
             continue
-        found = {"needed": (row["steps"] - at_step) / (control["steps"] - at_step)}
+        found = {"needed": (row["steps"] - at_step) / (control_steps(row) - at_step)}
         for kind, watch in zip(KINDS, watches, strict=True):
             assert watch is not None
             note = next((note for note in watch["predicted"] if note["steps"] >= at_step), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prediction import prediction
+from prediction import control_reached, control_steps, prediction
 from scipy import stats
 from tasks import TASKS
 
@@ -26,10 +26,10 @@ def write_page(page: Path, rows: list[Row]) -> None:
 def tables(rows: list[Row]) -> str:
     """Ratios by task and rule, predicted against needed steps, then every run, folded away."""
     by_run = {(row["task"], row["arm"], row["seed"]): row for row in rows}
-    pairs: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
-    for (task, arm, seed), row in sorted(by_run.items()):
-        if arm != "control" and "@" not in arm and "watch" not in arm and (task, "control", seed) in by_run:
-            pairs[task, arm].append((by_run[task, "control", seed], row))
+    tests: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for (task, arm, _), row in sorted(by_run.items()):
+        if arm != "control" and "@" not in arm and "watch" not in arm:
+            tests[task, arm].append(row)
     lines = [
         "Ratios are over the runs that reached the target; a missed one has none.",
         "",
@@ -37,16 +37,16 @@ def tables(rows: list[Row]) -> str:
         "steps against the control | steps frozen / cached |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for (task, arm), both in sorted(pairs.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
-        reached = [pair for pair in both if pair[0]["reached"] and pair[1]["reached"]]
-        cpu = [row["control_trace_cpu_s"][-1] / row["cpu_s"] for _, row in reached]
-        units = [control["steps"] / control_steps(control, row) for control, row in reached]
-        steps = [row["steps"] / control["steps"] for control, row in reached]
-        total = sum(row["steps"] for _, row in both)
-        frozen, cached = (sum(row[key] for _, row in both) / total for key in ("frozen_steps", "cached_steps"))
-        could = sum(control["reached"] for control, _ in both)
+    for (task, arm), of_arm in sorted(tests.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
+        reached = [row for row in of_arm if row["reached"] and control_reached(row)]
+        cpu = [row["control_trace_cpu_s"][-1] / row["cpu_s"] for row in reached]
+        units = [control_steps(row) / in_control_steps(row) for row in reached]
+        steps = [row["steps"] / control_steps(row) for row in reached]
+        total = sum(row["steps"] for row in of_arm)
+        frozen, cached = (sum(row[key] for row in of_arm) / total for key in ("frozen_steps", "cached_steps"))
+        could = sum(control_reached(row) for row in of_arm)
         lines.append(
-            f"| {task} | {arm} | {len(both)} | {len(reached)} of {could} | {interval(cpu)} | {interval(units)} | "
+            f"| {task} | {arm} | {len(of_arm)} | {len(reached)} of {could} | {interval(cpu)} | {interval(units)} | "
             f"{interval(steps)} | {frozen:.0%} / {cached:.0%} |"
         )
     lines += [
@@ -71,16 +71,15 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def control_steps(control: Row, row: Row) -> float:
+def in_control_steps(row: Row) -> float:
     """The run's CPU time in steps of the control: each interval by what the control's took at the same time.
 
     After the control ended, by the mean of its intervals.
     """
     seconds = np.diff([0.0, *row["control_trace_cpu_s"]])
-    per_interval = control["trace"][0][0]
     mine = np.diff([0.0, *trace_s(row)])
     beside = [seconds[i] if i < len(seconds) else seconds.mean() for i in range(len(mine))]
-    return float(np.sum(mine / beside) * per_interval)
+    return float(np.sum(mine / beside) * TASKS[row["task"]].interval_steps)
 
 
 def trace_s(row: Row) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import models
@@ -73,27 +74,29 @@ def test_one_that_is_read_back_goes_on(metrics: list[float], mode: Mode | None, 
 def test_a_metric_that_only_fell_is_taken_for_a_loss(metrics: list[float], mode: Mode, stalled: int) -> None:
     found = seen(None, metrics)
     assert (found.mode, found.stalled) == (mode, stalled)
-    assert (found.news() is not None) == (mode == "min" and len(metrics) >= 4)
-    assert found.news() is None  # once
+    assert (found.news(5, True) is not None) == ((mode == "min" and len(metrics) >= 4) or not metrics)
+    assert found.news(5, True) is None  # once
 
 
 class Watching(FreezingRule):
     name = "watching"
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        self.depth = depth
         self.told: list[tuple[str, int]] = []
 
     def propose(self, now: Situation) -> Proposal:
         self.told.append((now.mode, now.stalled))
-        return now.stay("watching")
+        return now.at(self.depth, "watching")
 
 
-def told(metrics: list[float], **options: Any) -> list[tuple[str, int]]:
-    model, rule = models.mlp(), Watching()
+def told(metrics: Sequence[float | None], depth: int = 0, **options: Any) -> list[tuple[str, int]]:
+    model, rule = models.mlp(), Watching(depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     elastic = LayerElastic(model, optimizer, rule=rule, env={}, **options)
     x, y = models.data(8)
-    for _, metric in zip(elastic.epochs(len(metrics)), metrics, strict=True):
+    elastic.begin(100)
+    for metric in metrics:
         nn.functional.cross_entropy(elastic.model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -123,6 +126,16 @@ def test_what_is_said_counts(options: dict[str, Any], mode: Mode, stalled: int) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert told(LOSSES, **options)[-1] == (mode, stalled)
+
+
+def test_layers_that_nothing_would_open_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="no validation metric is given") as warned:
+        told([None] * 5, depth=1)
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told([None] * 5)
+        told([None, 0.5, None, None], depth=1)
 
 
 def test_a_mode_that_is_none_is_refused() -> None:

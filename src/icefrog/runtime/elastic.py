@@ -352,14 +352,12 @@ class LayerElastic(View):
         self._engine.timer.reset()
         self._engine.counting.prepare(self._at.cursor)
 
-    def _see(self, metric: float | None) -> None:
-        self._at.metric = self._decider.see_metric(metric)
-        if message := self._validations.news():
-            self._warn(message)
-
     def _decide(self, *, between_epochs: bool = False) -> Decision:
         decision = self._decider.decide(self._at, self.profile, between_epochs=between_epochs)
         self._warn_of([])
+        by_rule = decision.frozen_layers > 0 and self._decider.active.name != "none"
+        if message := self._validations.news(self._at.epoch, by_rule):
+            self._warn(message)
         return decision
 
     @torch.inference_mode(False)  # validation may be around it
@@ -369,7 +367,7 @@ class LayerElastic(View):
         Args:
             metric: as in :meth:`end_epoch`.
         """
-        self._see(metric)
+        self._at.metric = self._decider.see_metric(metric)
         decision = self._decide()
         self._engine.timer.reset()
         return decision
@@ -394,7 +392,7 @@ class LayerElastic(View):
         self._saver.drop()  # what follows saves, and leaves where that was asked for
         if at.samples_per_epoch is None:  # the first whole epoch tells its size
             at.samples_per_epoch = (at.epoch_samples + self._engine.waiting_samples()) or None
-        self._see(metric)
+        at.metric = self._decider.see_metric(metric)
         at.epoch += 1
         at.cursor = at.epoch_samples = 0
         at.in_epoch = False

@@ -10,6 +10,8 @@ from icefrog.errors import UserError
 Mode = Literal["max", "min"]
 _ENOUGH = 4
 """Metrics from which on those of a loss are told from others."""
+_BLIND_EPOCHS = 2
+"""Without a metric, while layers are frozen, until a word is said."""
 
 
 class Validations:
@@ -42,12 +44,27 @@ class Validations:
         first, *later = self.metrics[:_ENOUGH] or [0.0]
         return self._given or ("min" if later and max(later) < first else "max")
 
-    def news(self) -> str | None:
-        """What the user should know, once."""
-        if self._told or self._given is not None or self.mode == "max" or len(self.metrics) < _ENOUGH:
+    def news(self, epochs: int, frozen: bool) -> str | None:
+        """What the user should know, once.
+
+        Args:
+            epochs: completed.
+            frozen: a rule has frozen layers.
+        """
+        if self._told:
             return None
-        self._told = True
-        return "the validation metric fell from the start: less of it is taken to be better (say mode='min' or 'max')"
+        message = None
+        if frozen and not self.metrics and epochs >= _BLIND_EPOCHS:
+            message = (
+                "layers are frozen, and no validation metric is given: nothing would open them if training stalled "
+                "(pass metric= to end_epoch)"
+            )
+        elif self._given is None and self.mode == "min" and len(self.metrics) >= _ENOUGH:
+            message = (
+                "the validation metric fell from the start: less of it is taken to be better (say mode='min' or 'max')"
+            )
+        self._told = message is not None
+        return message
 
     def see(self, metric: float) -> bool:
         """Take in one, which is not NaN; an infinite one (a loss that overflowed) is no better than the best, whichever way.
