@@ -223,7 +223,8 @@ class Statistics:
     def comm_hook(self, _state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP communication hook: the weighted average of the ranks' gradients, and |g_r|^2, |g|^2 on the way."""
         buffer, index = bucket.buffer(), bucket.index()
-        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        sparse = buffer.is_sparse  # of an embedding: alone in its bucket, which then has no views
+        pairs = zip(bucket.parameters(), [buffer] if sparse else bucket.gradients(), strict=True)
         counted = [(param, grad) for param, grad in pairs if id(param) in self.trained]
         # DDP orders buckets anew behind its first pass, which a job that resumes has once more: sums must not tell.
         counted.sort(key=lambda pair: self._place[id(pair[0])])
@@ -236,7 +237,8 @@ class Statistics:
         if scale is not None:
             self._before[index] = self._sqr_norms(params, grads, scale, divisors) * self._mean_scale**2
         buffer.mul_(self._weight)
-        self.bytes_reduced += buffer.numel() * buffer.element_size()
+        sent = [buffer._indices(), buffer._values()] if sparse else [buffer]
+        self.bytes_reduced += sum(part.numel() * part.element_size() for part in sent)
         with peers_needed():
             future = dist.all_reduce(buffer, async_op=True).get_future()
 
@@ -244,7 +246,8 @@ class Statistics:
             with peers_needed():
                 reduced = done.value()[0]
             if scale is not None:
-                self._after[index] = self._sqr_norms(params, grads, scale, divisors)
+                means = [reduced] if sparse and grads else grads
+                self._after[index] = self._sqr_norms(params, means, scale, divisors)
             return reduced
 
         averaged: torch.futures.Future[torch.Tensor] = future.then(measured)
