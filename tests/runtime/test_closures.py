@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from two_ranks import Ranks
 
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic
+from icefrog.runtime.parallel.pipeline import Pipeline
 
 
 class SAM(torch.optim.Optimizer):
@@ -121,6 +125,25 @@ def test_under_sam_a_frozen_prefix_stays() -> None:
     frozen = [name for layer in elastic.layers[:2] for name in layer.params]
     assert all(found[name] == before[name] for name in frozen)
     assert all(found[name] != before[name] for name in found if name not in frozen)
+
+
+def refused(parallel: Any) -> str:
+    """What is said where each rank holds a part of the model."""
+    model = models.mlp()
+    try:
+        LayerElastic(model, sam(model), rule="none", parallel=parallel)
+    except UserError as error:
+        return f"{error.message}; {error.hint}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+def test_where_a_rank_holds_a_part_of_the_model_an_optimizer_inside_another_is_refused(ranks: Ranks) -> None:
+    """Its state would be missing in checkpoints."""
+    for said in (*ranks.run(refused, "fsdp"), refused(Pipeline(nn.functional.cross_entropy))):
+        assert re.match(r"SAM holds another optimizer \(base\).*parallel='ddp'", said), said
 
 
 def test_two_half_steps_that_nobody_sees_are_named() -> None:

@@ -82,6 +82,19 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
             held.param_groups = optimizer.param_groups
 
 
+def refuse_inner(optimizer: torch.optim.Optimizer) -> None:
+    """Where a rank holds a part of the model: the state of an optimizer inside another would not be in checkpoints.
+
+    Raises:
+        UserError: it holds one with a state of its own (SAM, Lookahead).
+    """
+    if names := [name for name, _ in _inner(optimizer)]:
+        raise UserError(
+            f"{type(optimizer).__name__} holds another optimizer ({', '.join(names)}), and a rank a part of the model only",
+            "use data parallelism (parallel='ddp'), or an optimizer that holds none",
+        )
+
+
 def _inner(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """The optimizers that it holds, with a state of their own."""
     for name, held in vars(optimizer).items():

@@ -66,8 +66,9 @@ class FullyShardedDataParallel(Parallel):
         """Collective. Split all parameters; ``optimizer`` and ``layers`` hold the slices from now on.
 
         Raises:
-            UserError: the optimizer has state, which would not fit.
+            UserError: the optimizer has state, which would not fit, or holds another one.
         """
+        named_state.refuse_inner(optimizer)
         if optimizer.state:
             raise UserError(
                 "the optimizer already has state, of whole parameters",

@@ -135,8 +135,9 @@ class Pipeline(Parallel):
         """Cut the model; what other stages hold is freed here.
 
         Raises:
-            UserError: the model is no chain, or cannot be cut into so many stages.
+            UserError: the model is no chain, or cannot be cut into so many stages; the optimizer holds another one.
         """
+        named_state.refuse_inner(optimizer)
         links = chain.find_links(self.model, layers)
         costs = self.layer_costs if self.layer_costs is not None else [float(layer.param_bytes) for layer in layers]
         if len(costs) != len(layers):
