@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs/evidence/data/layer-elasticity.jsonl"
 PAGE = ROOT / "docs/evidence/layer-elasticity.md"
 PLOT = ROOT / "docs/evidence/img/layer-elasticity.svg"
+GAINS = ROOT / "docs/evidence/img/layer-elasticity-gains.svg"
 ARMS = "control,progress"
 HELP_ARMS = (
     "control (the plain loop); a rule by name (progress, tuner, freezeout, autofreeze, egeria, linear); "
@@ -108,10 +109,12 @@ def main() -> None:
         run_all(args.tasks.split(","), args.arms.split(","), seeds_of(args.seeds), args.data)
     else:
         from plot import draw
+        from plot_gains import draw_gains
         from tables import write_page
 
         write_page(PAGE, finished())
         draw(finished(), PLOT)
+        draw_gains(finished(), GAINS)
 
 
 if __name__ == "__main__":

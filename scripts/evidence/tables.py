@@ -30,25 +30,22 @@ def tables(rows: list[Row]) -> str:
     for (task, arm, _), row in sorted(by_run.items()):
         if arm != "control" and "@" not in arm and "watch" not in arm:
             tests[task, arm].append(row)
+    alone = {key: of_arm for key, of_arm in tests.items() if key[1] == "progress"}
+    rivals = {key: of_arm for key, of_arm in tests.items() if key[1] != "progress"}
+    for task in {task for task, _ in rivals}:  # beside them, on the seeds that they have
+        seeds = {row["seed"] for (name, _), of_arm in rivals.items() if name == task for row in of_arm}
+        rivals[task, "progress"] = [row for row in tests[task, "progress"] if row["seed"] in seeds]
     lines = [
         "Ratios are over the runs that reached the target; a missed one has none.",
         "",
-        "| task | rule | seeds | reached | times faster in CPU time (95 % interval) | in steps of the control beside it | "
-        "steps against the control | steps frozen / cached |",
-        "|---|---|---|---|---|---|---|---|",
+        "### `progress` against no freezing",
+        "",
+        *_ratios(alone),
+        "",
+        "### Rivals",
+        "",
+        *_ratios(rivals),
     ]
-    for (task, arm), of_arm in sorted(tests.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
-        reached = [row for row in of_arm if row["reached"] and control_reached(row)]
-        cpu = [row["control_trace_cpu_s"][-1] / row["cpu_s"] for row in reached]
-        units = [control_steps(row) / in_control_steps(row) for row in reached]
-        steps = [row["steps"] / control_steps(row) for row in reached]
-        total = sum(row["steps"] for row in of_arm)
-        frozen, cached = (sum(row[key] for row in of_arm) / total for key in ("frozen_steps", "cached_steps"))
-        could = sum(control_reached(row) for row in of_arm)
-        lines.append(
-            f"| {task} | {arm} | {len(of_arm)} | {len(reached)} of {could} | {interval(cpu)} | {interval(units)} | "
-            f"{interval(steps)} | {frozen:.0%} / {cached:.0%} |"
-        )
     lines += [
         "",
         "### Predicted and needed steps",
@@ -69,6 +66,28 @@ def tables(rows: list[Row]) -> str:
         )
     lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def _ratios(tests: dict[tuple[str, str], list[Row]]) -> list[str]:
+    """A table: a line for each task and rule."""
+    lines = [
+        "| task | rule | seeds | reached | times faster in CPU time (95 % interval) | in steps of the control beside it | "
+        "steps against the control | steps frozen / cached |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (task, arm), rows in sorted(tests.items(), key=lambda item: (list(TASKS).index(item[0][0]), item[0][1])):
+        reached = [row for row in rows if row["reached"] and control_reached(row)]
+        cpu = [row["control_trace_cpu_s"][-1] / row["cpu_s"] for row in reached]
+        units = [control_steps(row) / in_control_steps(row) for row in reached]
+        steps = [row["steps"] / control_steps(row) for row in reached]
+        total = sum(row["steps"] for row in rows)
+        frozen, cached = (sum(row[key] for row in rows) / total for key in ("frozen_steps", "cached_steps"))
+        could = sum(control_reached(row) for row in rows)
+        lines.append(
+            f"| {task} | {arm} | {len(rows)} | {len(reached)} of {could} | {interval(cpu)} | {interval(units)} | "
+            f"{interval(steps)} | {frozen:.0%} / {cached:.0%} |"
+        )
+    return lines
 
 
 def in_control_steps(row: Row) -> float:
