@@ -13,6 +13,7 @@ from icefrog.profile import Pipelined, Replicated, Sharded
 from icefrog.runtime import named_state
 from icefrog.runtime.freezing import Freezer
 from icefrog.runtime.layers import Layer
+from icefrog.runtime.peers import peers_needed
 from icefrog.runtime.statistics import Source, Statistics
 from icefrog.runtime.timing import StepTimer, StepTimes
 from icefrog.runtime.world import World, check_in_step
@@ -167,6 +168,7 @@ class Parallel:
                 (``statistics.weight`` has it then, too).
         """
 
+    @peers_needed()
     def clip(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
         """Collective. Clip by the norm of the whole model's averaged gradient; ``params``: this rank's, with gradients."""
         torch.nn.utils.clip_grad_norm_(params, max_norm)

@@ -190,6 +190,7 @@ class FullyShardedDataParallel(Parallel):
 
     # --- states
 
+    @peers_needed()
     def model_state(self) -> dict[str, Any]:
         """Collective. Whole, on the CPU of every rank; gathered one tensor at a time."""
         return {name: _whole(value) for name, value in self.model.state_dict().items()}
@@ -199,6 +200,7 @@ class FullyShardedDataParallel(Parallel):
         like = self.model.state_dict()
         super().load_model_state({name: _sliced(value, like.get(name)) for name, value in state.items()})
 
+    @peers_needed()
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Collective. Whole, on the CPU of every rank."""
         packed = super().optimizer_state(optimizer)

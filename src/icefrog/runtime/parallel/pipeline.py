@@ -6,6 +6,7 @@ gradients of one stage are neighbours. A rank keeps parameters, gradients and op
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -104,6 +105,9 @@ class Pipeline(Parallel):
         self.first_layers = first_layers
         self.schedule: Literal["1f1b", "gpipe"] = schedule
         self._flops: list[float] | None = None
+        self._made: (
+            list[tuple[torch.Tensor, int]] | None
+        ) = []  # this rank's gradients, with versions; None: no more looks
         self._nominal = (0, micro_batches)  # samples and micro-batches of the largest batch so far
 
     # --- who holds what
@@ -202,6 +206,9 @@ class Pipeline(Parallel):
     def train_step(self, x: Any, y: Any, loss_fn: LossFn | None, begin: Callable[[int], None]) -> torch.Tensor:
         """Collective. Forward and backward of one batch through all stages."""
         loss = self.runner.train(x, y, loss_fn or self.loss_fn, begin)
+        if self._made is not None:
+            grads = [param.grad for param in self.runner.module.parameters() if param.grad is not None]
+            self._made = [(grad, grad._version) for grad in grads]
         self._nominal = max(self._nominal, (self.runner.samples, self.runner.parts))
         if self._flops is None:
             own = torch.zeros(len(self.freezer.layers), dtype=torch.float64)
@@ -268,6 +275,7 @@ class Pipeline(Parallel):
     @peers_needed()
     def average(self, weight: float) -> None:
         """Collective. The mean over micro-steps, then over the replicas of this stage; frozen layers send nothing."""
+        self._look_for_clipping()
         if self.num_replicas == 1:
             if weight != 1.0:
                 self.scale_gradients(weight)
@@ -283,6 +291,16 @@ class Pipeline(Parallel):
             self.timer.span("sync", start)
             for param, grad, mean in zip(of_type, grads, torch.split(buffer, [g.numel() for g in grads]), strict=True):
                 param.grad = grad.copy_(mean.view_as(grad))
+
+    def _look_for_clipping(self) -> None:
+        """During the first optimizer step: loops do the same in each."""
+        made, self._made = self._made, None
+        if self.world.size > 1 and any(grad._version != version for grad, version in made or ()):
+            warnings.warn(
+                "gradients are changed between train_step() and optimizer.step(): clipping there goes by the norm of each "
+                "stage and replica alone; clip with LayerElastic(max_grad_norm=...)",
+                stacklevel=2,
+            )
 
     @peers_needed()
     def clip(self, params: Sequence[nn.Parameter], max_norm: float) -> None:
