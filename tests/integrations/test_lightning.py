@@ -228,6 +228,21 @@ def test_a_request_to_stop_saves_and_ends(tmp_path: Path, monkeypatch: pytest.Mo
     assert (last.kind, last.outcome, trainer.global_step) == ("finished", "completed", 24)
 
 
+def test_a_rule_that_calls_the_model_by_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="egeria") as refused:
+        pl_models.fit(tmp_path, [LayerElasticCallback("val_acc", rule="egeria")])
+    assert "another rule" in refused.value.hint
+
+
+def test_epochs_without_a_validation_have_no_metric_and_lack_none(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    callback = by_hand("val_acc")
+    pl_models.fit(tmp_path, [callback], max_epochs=4, check_val_every_n_epoch=2)
+    assert [d.metric is None for d in callback.decisions] == [True, False, True, False]
+    assert not [w for w in recwarn if "no metric" in str(w.message)]
+
+
 def test_two_optimizers_are_refused(tmp_path: Path) -> None:
     class Two(pl_models.Classifier):
         def __init__(self) -> None:

@@ -65,6 +65,66 @@ def test_samples_of_a_call(case: str) -> None:
     assert SampleCount().of((), {f"arg{i}": value for i, value in enumerate(args)}) == samples
 
 
+@pytest.mark.parametrize(
+    ("args", "samples"),
+    [
+        ((torch.rand(9, 5, 16), torch.rand(2, 5, 8)), 5),  # a sequence and a state
+        ((torch.rand(9, 5), torch.ones(5)), 5),
+        ((torch.ones(5), torch.rand(9, 5)), 5),  # lengths
+        ((np.zeros((9, 5, 2)),), 5),
+        (({"src": torch.rand(9, 5, 16)},), 5),
+        ((pack_sequence([torch.ones(4, 2), torch.ones(2, 2), torch.ones(1, 2)]),), 3),
+    ],
+)
+def test_samples_where_time_comes_first(args: tuple[Any, ...], samples: int) -> None:
+    assert SampleCount(batch_dim=1).of(args, {}) == samples
+
+
+class Tagger(nn.Module):
+    """PyTorch's own layout: (time, samples, features); the last output in time is classified."""
+
+    def __init__(self, cell: str, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.inner = nn.Linear(6, 8)
+        if cell == "lstm":
+            self.body: nn.Module = nn.LSTM(8, 8, num_layers=2, batch_first=batch_first)
+        else:
+            self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.body(self.inner(x))
+        found = found[0] if isinstance(found, tuple) else found
+        return self.head(found[:, -1] if self.batch_first else found[-1])
+
+
+@pytest.mark.parametrize("cell", ["lstm", "transformer"])
+def test_time_first_trains_and_counts_as_samples_first(cell: str) -> None:
+    seen = []
+    for batch_first in (True, False):
+        torch.manual_seed(0)
+        model = Tagger(cell, batch_first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        where = {} if batch_first else {"batch_dim": 1}
+        elastic = LayerElastic(model, optimizer, rule="none", stats_every=1, env={}, **where)
+        draw = torch.Generator().manual_seed(1)
+        for epoch in elastic.epochs(3):
+            elastic.freeze(min(epoch, 1))
+            for length in (9, 4, 7):
+                x, y = torch.rand(5, length, 6, generator=draw), torch.randint(2, (5,), generator=draw)
+                nn.functional.cross_entropy(elastic.model(x if batch_first else x.transpose(0, 1)), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            elastic.end_epoch()
+        assert elastic._at.samples_per_epoch == 15
+        assert elastic._engine.counting.global_batch == 5
+        seen.append((elastic.effective_samples, [p.detach().clone() for p in model.parameters()]))
+        elastic.close()
+    assert seen[1][0] == pytest.approx(seen[0][0], rel=1e-3)
+    torch.testing.assert_close(seen[1][1], seen[0][1], rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_of_lists_is_one_also_where_lengths_are_equal() -> None:
     count = SampleCount()
     assert count.of(([torch.ones(4), torch.ones(6)],), {}) == 2

@@ -19,6 +19,7 @@ from icefrog.integrations.own_state import own_state, restore
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
+from icefrog.runtime.rules import Egeria
 from icefrog.runtime.validations import Mode
 
 
@@ -59,6 +60,7 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
         self._epoch_closed = False
         self._stop = False
         self._warned = False
+        self._last_metric: float | None = None
 
     # --- Lightning's events
 
@@ -66,7 +68,8 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
         """Find the layers; put back what a checkpoint holds.
 
         Raises:
-            UserError: several optimizers, or a strategy that spreads the model in a way that the boundary cannot follow.
+            UserError: several optimizers, a rule that calls the model by itself, or a strategy that spreads the model in a
+                way that the boundary cannot follow.
         """
         _refuse(trainer, pl_module)
         strategy = trainer.strategy
@@ -87,9 +90,15 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
             on_stop=self._on_stop,
             **options,
         )
+        if isinstance(elastic.rule, Egeria):
+            elastic.close()
+            raise UserError(
+                "egeria runs a copy of the model on a step's input, which under Lightning is that of training_step",
+                "choose another rule: LayerElasticCallback(..., rule='autofreeze')",
+            )
         strategy.model = DdpStandIn(elastic) if isinstance(strategy, DDPStrategy) else _Called(pl_module)
         self.elastic, self.decisions = elastic, []
-        self._stop = self._warned = False
+        self._stop, self._warned, self._last_metric = False, False, None
         if self._loaded:
             restore(elastic, self._loaded["own"], self._loaded.get("tensors"))
             self._loaded = {}
@@ -114,12 +123,12 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Decide; end training at the target."""
         if self.elastic is not None and not trainer.sanity_checking:
-            self._decide(trainer, closes=trainer.is_last_batch)
+            self._decide(trainer, closes=trainer.is_last_batch, validated=True)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Decide, unless a validation has just done so."""
         if self.elastic is not None and not self._epoch_closed:
-            self._decide(trainer, closes=True)
+            self._decide(trainer, closes=True, validated=not trainer.enable_validation)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the model and the optimizer back as they were; checkpoints written from here on hold the last state."""
@@ -165,15 +174,20 @@ class LayerElasticCallback(Callback):  # type: ignore[misc]
     def _on_stop(self) -> None:
         self._stop = True
 
-    def _decide(self, trainer: Any, closes: bool) -> None:
+    def _decide(self, trainer: Any, *, closes: bool, validated: bool) -> None:
+        """``validated``: what there is of the metric is new, and what is not there now will not come."""
         elastic = self.elastic
         assert elastic is not None
         value = trainer.callback_metrics.get(self._name) if self._name is not None else None
-        if value is None and self._name is not None and not self._warned:
+        if value is None and validated and self._name is not None and not self._warned:
             self._warned = True
             known = ", ".join(trainer.callback_metrics) or "none"
             warnings.warn(f"no metric {self._name!r} was logged; there are: {known}", stacklevel=2)
         metric = float(value) if value is not None else None
+        if not validated and metric == self._last_metric:
+            metric = None  # of an earlier validation, which Lightning still tells
+        else:
+            self._last_metric = metric
         decision = elastic.end_epoch(metric) if closes else elastic.decide(metric)
         self._epoch_closed = closes
         self.decisions.append(decision)

@@ -58,6 +58,7 @@ class LayerElastic(View):
             four validations.
         samples_per_epoch: default: the elastic sampler's, or what the first whole epoch turns out to be.
         global_batch: M in samples, for :meth:`sampler`; default: the grant's.
+        batch_dim: of the tensors that the model is called with, the one of the samples: 1 where time comes first.
         accum_steps: micro-steps of one optimizer step; default: the grant's, or 1.
         rule: who decides the boundary: a name (``tuner``, ``freezeout``, ...; ``none``: only :meth:`freeze` does), a
             :class:`~icefrog.runtime.rules.FreezingRule`, or a function. Default: the job file's; on its own ``progress``,
@@ -100,6 +101,7 @@ class LayerElastic(View):
         mode: Mode | None = None,
         samples_per_epoch: int | None = None,
         global_batch: int | None = None,
+        batch_dim: int = 0,
         accum_steps: int | None = None,
         rule: Rule | None = None,
         max_fraction: float = 0.9,
@@ -150,6 +152,7 @@ class LayerElastic(View):
             precondition=precondition,
             grad_scaler=self._scaler,
             max_grad_norm=max_grad_norm,
+            batch_dim=batch_dim,
         )
         self._engine = Engine(model, optimizer, layers, self._world, spread, options)
         self._goal = Goal(self.target, grant.max_epochs if grant else None, endless=probe is not None)

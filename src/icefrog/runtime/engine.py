@@ -50,6 +50,7 @@ class EngineOptions:
     precondition: Precondition = "auto"
     grad_scaler: Any = None
     max_grad_norm: float | None = None
+    batch_dim: int = 0
 
 
 class Wishes(NamedTuple):
@@ -99,7 +100,7 @@ class Engine(HookOwner):
         self.before_step: Callable[[], None] | None = None
         """Called when the first forward pass of an optimizer step begins."""
         self._first_pass: FirstPass | None = None
-        self._sample_count = SampleCount()
+        self._sample_count = SampleCount(options.batch_dim)
         self._settled = False
         self._ordered = given is not None
         parallel.start(model, world)

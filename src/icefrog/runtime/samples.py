@@ -19,14 +19,18 @@ _CHANNELS = (1, 3, 4)
 class SampleCount:
     """Of one model's forward passes.
 
-    Mostly a batch is the first dimension of the first tensor. A list or tuple is a *list of samples* instead, and its length
+    Mostly a batch is one dimension of the first tensor. A list or tuple is a *list of samples* instead, and its length
     counts, where it holds strings, or tensors of one kind or mappings of equal keys (detection) that no batch dimension
     unites: because their first dimensions differ (sequences), or there is a list of as many mappings beside it (targets). A
     model that was given one such list is given no other lists. Tensors that look like images are samples until a call shows
     that the model takes several inputs: (4, 30, 64) is an image, or four sequences.
+
+    Args:
+        batch_dim: where a tensor has its samples; one with fewer dimensions has them in its last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_dim: int = 0) -> None:
+        self._batch_dim = batch_dim
         self._lists: bool | None = None  # whether lists hold samples; None: not known
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -41,10 +45,8 @@ class SampleCount:
     def _count(self, value: Any, beside: set[int]) -> int:
         if isinstance(value, PackedSequence):
             return int(value.batch_sizes[0])
-        if isinstance(value, torch.Tensor):
-            return int(value.size(0)) if value.dim() else 0
-        if isinstance(value, np.ndarray):
-            return int(value.shape[0]) if value.ndim else 0
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return int(value.shape[min(self._batch_dim, value.ndim - 1)]) if value.ndim else 0
         if isinstance(value, (list, tuple)) and value and self._holds_samples(value, beside):
             return len(value)
         return next((count for item in _parts(value) if (count := self._count(item, beside))), 0)
