@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import models
@@ -131,6 +133,25 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tmp_path: Pat
     assert store.newest_valid() == first
     store.save({"n": torch.tensor(2)}, {})
     assert len(list(tmp_path.iterdir())) == len(before) + 2
+
+
+def save_with_room_for(num_bytes: int, folder: Path) -> str:
+    """In a process of its own: what is said where files may not grow further."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+    try:
+        CheckpointStore(folder).save({"weight": torch.zeros(25_000)}, {})
+    except OSError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_file_that_ends_early_is_named_so_wherever_it_ends(tmp_path: Path) -> None:
+    """PyTorch's own error then is about a position in an archive."""
+    with ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn")) as pool:
+        for num_bytes in (1_000, 50_000, 100_000):
+            assert "File too large" in pool.submit(save_with_room_for, num_bytes, tmp_path).result(timeout=120)
+            assert not list(tmp_path.iterdir())
+        assert pool.submit(save_with_room_for, 10**6, tmp_path).result() == "saved"
 
 
 def test_a_checkpoint_without_its_manifest_does_not_count(tmp_path: Path) -> None:

@@ -53,9 +53,7 @@ class CheckpointStore:
         manifest = manifest_of(path)
         halves = path.with_suffix(".pt.tmp"), path.with_suffix(".json.tmp")
         try:
-            with halves[0].open("wb") as file:
-                torch.save(state, file)
-                sync(file)
+            write_state(state, halves[0])
             digest, size = digest_of(halves[0])
             halves[0].replace(path)
             with halves[1].open("w") as text:
@@ -132,6 +130,23 @@ class CheckpointStore:
             old = number < max(kept, default=0) and number not in kept
             if old or number not in whole or path.suffix == ".tmp":
                 _remove(path)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """Into a new file; when this returns it is on disk.
+
+    Raises:
+        OSError: it cannot be written. (PyTorch, which then cannot end the file either, speaks of "unexpected pos".)
+    """
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            sync(file)
+    except RuntimeError as error:
+        cause = error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror) from error
 
 
 def load(path: Path, device: torch.device) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from icefrog.runtime.checkpoint import KEEP, CheckpointStore, digest_of, sync, sync_folder
+from icefrog.runtime.checkpoint import KEEP, CheckpointStore, digest_of, sync, sync_folder, write_state
 from icefrog.runtime.readable import read
 
 _SHARDED: dict[str, tuple[tuple[str, ...], int]] = {
@@ -94,9 +94,7 @@ class ShardedStore(CheckpointStore):
         if self.rank > 0:
             rest = {key: rest[key] for key in ("model", "optimizer") if key in rest}
         path = half / f"rest_{self.rank:05d}.pt"
-        with path.open("wb") as file:
-            torch.save(rest, file)
-            sync(file)
+        write_state(rest, path)
         return {path.name: digest_of(path)}
 
     def _write_tensors(self, half: Path, state: dict[str, Any]) -> dict[str, tuple[str, int]]:
