@@ -184,6 +184,41 @@ def test_ranks_skip_together(ranks: Ranks) -> None:
     assert first["scale"] == 2.0**11
 
 
+def spread(kind: str, accum: int) -> dict[str, Any]:
+    """Eight steps with clipping; layers freeze in the middle, and the third overflows on rank 1."""
+    model = models.mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp = scaler()
+    elastic = LayerElastic(
+        model, optimizer, rule="none", parallel=kind, accum_steps=accum, grad_scaler=amp, max_grad_norm=0.1
+    )
+    x, y = models.data()
+    scales = []
+    for step in range(8 * accum):
+        elastic.freeze(2 if step >= 4 * accum else 0)
+        rows = slice((8 * step + 4 * elastic.rank) % 64, (8 * step + 4 * elastic.rank) % 64 + 4)
+        loss = nn.functional.cross_entropy(elastic.model(x[rows]), y[rows])
+        overflows = elastic.rank == 1 and step // accum == 2
+        amp.scale(loss * float("inf") if overflows else loss).backward()
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+        scales.append(amp.get_scale())
+    found = {"model": elastic.state_dict()["model"], "scales": scales, "step": elastic._at.step}
+    found["model"] = {name: value.tolist() for name, value in found["model"].items()}
+    elastic.close()
+    return found
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_fsdp_is_ddp(ranks: Ranks, accum: int) -> None:
+    ddp, fsdp = (ranks.run(spread, kind, accum)[0] for kind in ("ddp", "fsdp"))
+    assert fsdp["step"] == ddp["step"] == 7
+    assert fsdp["scales"] == ddp["scales"]
+    for name, value in ddp["model"].items():
+        assert torch.allclose(torch.tensor(fsdp["model"][name]), torch.tensor(value), atol=1e-6), name
+
+
 def variance(scaled: bool, accum: int) -> np.ndarray:
     model = models.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
