@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,29 @@ def test_two_ranks_to_one_and_back_to_two_is_the_same_to_the_bit(ranks: Ranks, t
     assert plain(pack(model, optimizer)) == {**one, "rng": plain({"torch": torch.get_rng_state()})}
     for again in ranks.run(load_sharded, str(path)):
         assert again == one
+
+
+def filters_while_saving(folder: str) -> list[str]:
+    """What becomes of warnings while tensors are written."""
+    write, seen = sharded.dcp_save, []
+
+    def look(*args: Any, **options: Any) -> Any:
+        seen.append(warnings.filters[0][0])
+        return write(*args, **options)
+
+    sharded.dcp_save = look  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            save_sharded(folder)
+    finally:
+        sharded.dcp_save = write
+    return seen
+
+
+def test_saving_beside_training_leaves_training_its_warnings(ranks: Ranks, tmp_path: Path) -> None:
+    """Filters are those of the process, not of the thread that saves."""
+    assert ranks.run(filters_while_saving, str(tmp_path)) == [["always"], ["always"]]
 
 
 def save_stages(folder: str) -> list[str]:

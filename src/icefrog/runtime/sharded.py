@@ -100,14 +100,12 @@ class ShardedStore(CheckpointStore):
     def _write_tensors(self, half: Path, state: dict[str, Any]) -> dict[str, tuple[str, int]]:
         """Collective. This rank's tensors; returns the digests."""
         tensors, _ = split(state)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it notes that it is given a process group of its own
-            dcp_save(
-                dict(tensors),
-                storage_writer=FileSystemWriter(half, sync_files=False),
-                planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
-                process_group=self.group,
-            )
+        dcp_save(
+            dict(tensors),
+            storage_writer=FileSystemWriter(half, sync_files=False),
+            planner=DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True),
+            process_group=self.group,
+        )
         written = [*half.glob(f"__{self.rank}_*.distcp"), *([half / ".metadata"] if self.rank == 0 else [])]
         for path in written:
             with path.open("rb+") as file:
