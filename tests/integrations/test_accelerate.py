@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,44 @@ def test_a_frozen_prefix_stays_and_the_wrapper_is_given_back() -> None:
     assert "step" not in vars(optimizer.optimizer) or not hasattr(
         vars(optimizer.optimizer)["step"], "_of_layer_elastic"
     )
+
+
+def resumable(folder: Path | None, steps: int) -> tuple[LayerElastic, Any, dict[str, Any]]:
+    """A loop with ``save_state``: from a folder on, or from the start; the state at its end."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)]
+    model: Any = nn.Sequential(*blocks, nn.Linear(6, 3))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    elastic = LayerElastic(model, optimizer, env={}, rule="autofreeze", tune_every_steps=4)
+    accelerator.register_for_checkpointing(elastic)
+    if folder is not None:
+        accelerator.load_state(str(folder))
+    elastic.begin(8)
+    x = torch.randn(256, 6, generator=torch.Generator().manual_seed(1))
+    while elastic._at.step < steps:
+        if elastic._at.step == 6 and elastic.frozen_layers == 0:
+            elastic.freeze(1)
+        for micro in range(2):
+            at = (elastic._at.step * 2 + micro) * 8 % 256
+            with accelerator.accumulate(model):
+                logits = elastic.model(x[at : at + 8])
+                accelerator.backward(nn.functional.cross_entropy(logits, x[at : at + 8, :3].argmax(1)))
+                optimizer.step()
+                optimizer.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return elastic, accelerator, state
+
+
+def test_its_checkpoints_hold_what_is_registered_with_it(tmp_path: Path) -> None:
+    whole, _, expected = resumable(None, 30)
+    first, accelerator, _ = resumable(None, 13)
+    accelerator.save_state(str(tmp_path))
+    assert first.frozen_layers > 0
+    resumed, _, state = resumable(tmp_path, 30)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert resumed.frozen_layers == whole.frozen_layers
+    assert resumed.effective_samples == whole.effective_samples
