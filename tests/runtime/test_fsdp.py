@@ -372,6 +372,7 @@ def refused() -> list[str]:
             LayerElastic(model, optimizer, parallel="fsdp")
         except UserError as error:
             found.append(str(error))
+        found.append(f"{len(model._forward_pre_hooks)} hooks")
     torch.distributed.destroy_process_group()
     return found
 
@@ -379,7 +380,8 @@ def refused() -> list[str]:
 def test_what_cannot_be_sharded_is_refused(ranks: Ranks) -> None:
     for found in ranks.run(refused):
         assert "already has state" in found[0]
-        assert "without dimensions cannot be sharded: temperature" in found[1]
+        assert "without dimensions cannot be sharded: temperature" in found[2]
+        assert found[1] == found[3] == "0 hooks"
 
 
 def test_one_process_needs_no_sharding() -> None:

@@ -413,3 +413,11 @@ def test_an_epoch_of_the_sampler_that_is_left_in_mid_accumulation_does_not_shift
         if epoch == 1:
             break
     elastic.close()
+
+
+def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would train a model each, in silence."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"built without torch\.distributed"):
+        made()

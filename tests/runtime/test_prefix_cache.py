@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -355,3 +357,29 @@ def test_a_store_shares_bounds_and_forgets(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [other.folder.name]
     other.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_nobody_elses(tmp_path: Path, cache_of: Any) -> None:
+    elastic, optimizer = elastic_of(conv_net(), tmp_path)
+    cache = cache_of(elastic)
+    elastic.freeze(2)
+    epochs_of(elastic, optimizer, 1)
+    assert stat.S_IMODE(cache.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["another user's", "a link"])
+def test_a_folder_of_somebody_elses_is_not_used(
+    tmp_path: Path, cache_of: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    elastic, optimizer = elastic_of(conv_net(), tmp_path)
+    cache = cache_of(elastic)
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        cache.folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    elastic.freeze(2)
+    epochs_of(elastic, optimizer, 2)
+    assert cache.off_reason == f"{cache.folder}: it is another user's"
+    assert cache.hits == 0
+    assert not list(tmp_path.rglob("*.data"))

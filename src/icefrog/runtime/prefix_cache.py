@@ -268,7 +268,11 @@ class PrefixCache(HookOwner):
         self._shapes[self._input] = self._outputs
         if self._store is None:
             row_bytes = sum(leaf.row_bytes for leaf in parts)
-            self._store = RowStore(self.folder, f"{self._kind}/{structure}", row_bytes, self.budget_bytes)
+            try:
+                self._store = RowStore(self.folder, f"{self._kind}/{structure}", row_bytes, self.budget_bytes)
+            except OSError as error:
+                self._give_up(f"{self.folder}: {error.strerror or error}")
+                return
             if self._store.capacity == 0:
                 self._give_up(f"one row of {row_bytes} bytes exceeds the budget")
                 return

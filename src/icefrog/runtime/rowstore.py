@@ -10,9 +10,11 @@ would end the process with SIGBUS.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,10 +35,13 @@ class RowStore:
     """All rows have the same size. Several processes of one machine may use a folder at once.
 
     Args:
-        folder: created when first written to; its subfolders are this class's own.
+        folder: nobody else may look into it; its subfolders are this class's own.
         kind: what the rows are of: stores of equal kind share rows.
         row_bytes: size of a row.
         budget_bytes: most bytes that this process writes; what others wrote is theirs to count.
+
+    Raises:
+        OSError: the folder cannot be made, or is another user's: its rows would be computed with, and ours be read.
     """
 
     def __init__(self, folder: Path, kind: str, row_bytes: int, budget_bytes: float) -> None:
@@ -51,6 +56,7 @@ class RowStore:
         self._own_name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._own_rows = 0
         self._index = self._data = -1  # this process's own files
+        _make_private(folder)
         _forget_others(folder, name)
 
     def __len__(self) -> int:
@@ -118,7 +124,8 @@ class RowStore:
     def _open(self) -> int:
         """The number of this process's own segment, which is there then."""
         if self._index < 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            _make_private(self.folder.parent)  # a peer may have ended, and removed it
+            self.folder.mkdir(exist_ok=True)
             path = self.folder / f"{self._own_name}.data"
             flags = os.O_WRONLY | os.O_CREAT
             self._data = os.open(path, flags, 0o600)
@@ -155,6 +162,14 @@ def _write(file: int, data: bytes, at: int) -> None:
     while left:
         done = os.pwrite(file, left, at)
         left, at = left[done:], at + done
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()  # not what a link points to
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it is another user's", str(folder))
+    folder.chmod(0o700)
 
 
 def _forget_others(folder: Path, name: str) -> None:

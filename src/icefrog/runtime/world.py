@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from icefrog.errors import UserError
 from icefrog.runtime.checksum import checksum
 from icefrog.runtime.layers import Layer
 from icefrog.runtime.meeting import meeting
@@ -29,10 +30,18 @@ class World:
     Args:
         device: of the model: NCCL is used on CUDA, gloo on the CPU.
         timeout_s: of every collective.
+
+    Raises:
+        UserError: there are to be several ranks, and PyTorch cannot connect them.
     """
 
     def __init__(self, device: torch.device, timeout_s: float = 600.0) -> None:
         env_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if env_size > 1 and not dist.is_available():
+            raise UserError(
+                f"WORLD_SIZE={env_size}, and this PyTorch was built without torch.distributed: each rank would train alone",
+                "install a build with it, or start a single process",
+            )
         if dist.is_available() and not dist.is_initialized() and env_size > 1:
             single_node = os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
             if single_node:

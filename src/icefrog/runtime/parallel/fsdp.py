@@ -60,7 +60,6 @@ class FullyShardedDataParallel(Parallel):
         self._moving_buffers: list[torch.Tensor] = []
         self._units: list[list[nn.Module]] = []  # modules of each layer's unit; the model itself is one more
         self._gathered: list[nn.Parameter] = []  # the parameters that autograd sees; without data between passes
-        self._handle = model.register_forward_pre_hook(self._share_buffers)
 
     def place(self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer) -> None:
         """Collective. Split all parameters; ``optimizer`` and ``layers`` hold the slices from now on.
@@ -75,6 +74,7 @@ class FullyShardedDataParallel(Parallel):
                 "create LayerElastic before the first step; elastic.epochs() or load_state_dict() restores the state",
             )
         model = self.model
+        self._handle = model.register_forward_pre_hook(self._share_buffers)
         names = {id(param): name for name, param in model.named_parameters()}
         trains = {name: param.requires_grad for name, param in model.named_parameters()}
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.world.size,))
