@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from layer_elasticity import ROOT, machine, seeds_of
-from running import CACHE_BYTES, NEVER, SMOOTHED_OVER, validate
+from running import CACHE_BYTES, NEVER, SMOOTHED_OVER, Row, interleaved, validate
 from tables import interval
 from tasks import TASKS, EvidenceTask, Sets
 from torch import nn
@@ -81,7 +81,7 @@ def elastic_of(task: EvidenceTask, arm: str, data: Path, sets: Sets) -> LayerEla
     return elastic
 
 
-def train(name: str, arm: str, seed: int, data: Path, sets: Sets) -> Iterator[dict[str, Any] | None]:
+def train(name: str, arm: str, seed: int, data: Path, sets: Sets) -> Iterator[Row | None]:
     """One run; yields None after each pass, the row at last."""
     task = task_of(name)
     torch.manual_seed(seed)
@@ -123,22 +123,7 @@ def train(name: str, arm: str, seed: int, data: Path, sets: Sets) -> Iterator[di
     yield row | {"passes": len(trace), "batch": trace[-1][3], "trace": trace}
 
 
-def run_paired(name: str, seed: int, data: Path) -> Iterator[dict[str, Any]]:
-    """All arms in one process, a pass each in turn, so that a busy machine slows them alike."""
-    sets = task_of(name).data(data, seed)
-    running = {arm: train(name, arm, seed, data, sets) for arm in ARMS}
-    generators = {arm: torch.get_rng_state() for arm in ARMS}
-    while running:
-        for arm, training in list(running.items()):
-            torch.set_rng_state(generators[arm])
-            row = next(training)
-            generators[arm] = torch.get_rng_state()
-            if row is not None:
-                del running[arm]
-                yield row
-
-
-def finished() -> list[dict[str, Any]]:
+def finished() -> list[Row]:
     """All rows so far."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
@@ -181,7 +166,8 @@ def main() -> None:
             if (task, seed) in done:
                 continue
             rows = []
-            for row in run_paired(task, seed, args.data):
+            sets = task_of(task).data(args.data, seed)
+            for row in interleaved([train(task, arm, seed, args.data, sets) for arm in ARMS]):
                 print({key: value for key, value in row.items() if key != "trace"}, flush=True)
                 rows.append(json.dumps(row | machine()))
             with ROWS.open("a") as file:

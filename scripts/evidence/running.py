@@ -22,6 +22,7 @@ from icefrog.runtime.rules import FreezingRule, Hands, Proposal, Situation
 from icefrog.runtime.rules.signal import SignalMeter
 from icefrog.spec import Target
 
+Row = dict[str, Any]
 SMOOTHED_OVER = 3
 """Validations whose mean is held against the target."""
 CACHE_BYTES = 1e9
@@ -129,7 +130,7 @@ def validate(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[float,
     return right / len(y), loss / len(y)
 
 
-def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterator[dict[str, Any]]:
+def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterator[Row]:
     """Train all arms in one process, an interval each in turn, so that a busy machine slows them alike.
 
     Each arm has its own model, optimizer, cache, and state of torch's generator.
@@ -140,8 +141,13 @@ def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterato
     """
     sets = TASKS[name].data(data, seed)
     torch.manual_seed(seed)
-    rng = [torch.get_rng_state()] * len(arms)
-    running = {place: run(name, arm, seed, data, sets) for place, arm in enumerate(arms)}
+    yield from interleaved([run(name, arm, seed, data, sets) for arm in arms])
+
+
+def interleaved(trainings: Sequence[Iterator[Row | None]]) -> Iterator[Row]:
+    """An interval (until its next None) of each in turn, each with a state of torch's generator of its own; their rows."""
+    rng = [torch.get_rng_state()] * len(trainings)
+    running = dict(enumerate(trainings))
     while running:
         for place, training in list(running.items()):
             torch.set_rng_state(rng[place])
@@ -152,7 +158,7 @@ def run_paired(name: str, arms: Sequence[Arm], seed: int, data: Path) -> Iterato
                 yield row
 
 
-def run(name: str, arm: Arm, seed: int, data: Path, sets: Sets) -> Iterator[dict[str, Any] | None]:
+def run(name: str, arm: Arm, seed: int, data: Path, sets: Sets) -> Iterator[Row | None]:
     """Train to the target, or to the last interval; yields None after each interval, and the row at last."""
     task = TASKS[name]
     model = task.build(data)
