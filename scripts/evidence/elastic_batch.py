@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from layer_elasticity import ROOT, machine, seeds_of
-from running import CACHE_BYTES, NEVER, SMOOTHED_OVER, Row, interleaved, validate
+from rows import Row
+from running import CACHE_BYTES, NEVER, SMOOTHED_OVER, interleaved, validate
 from tables import interval
 from tasks import TASKS, EvidenceTask, Sets
 from torch import nn

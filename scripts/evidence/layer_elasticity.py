@@ -108,8 +108,7 @@ def main() -> None:
     if args.command == "run":
         run_all(args.tasks.split(","), args.arms.split(","), seeds_of(args.seeds), args.data)
     else:
-        from plot import draw
-        from plot_gains import draw_gains
+        from plot import draw, draw_gains
         from tables import write_page
 
         write_page(PAGE, finished())

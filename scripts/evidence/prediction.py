@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
+from rows import Row, control_reached, control_steps
 from tasks import TASKS
 
-Row = dict[str, Any]
 KINDS = {"watch-raw": "raw variance", "watch-auto": "preconditioned variance"}
-
-
-def control_steps(row: Row) -> int:
-    """Of the control that trained beside this run: another processor rounds differently, and takes other steps."""
-    return len(row["control_trace_cpu_s"]) * TASKS[row["task"]].interval_steps
-
-
-def control_reached(row: Row) -> bool:
-    """Whether it reached the target, or went on to the last interval."""
-    return len(row["control_trace_cpu_s"]) < TASKS[row["task"]].max_intervals
 
 
 def prediction(rows: list[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rows import Row
 from tasks import TASKS, EvidenceTask, Sets
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +23,6 @@ from icefrog.runtime.rules import FreezingRule, Hands, Proposal, Situation
 from icefrog.runtime.rules.signal import SignalMeter
 from icefrog.spec import Target
 
-Row = dict[str, Any]
 SMOOTHED_OVER = 3
 """Validations whose mean is held against the target."""
 CACHE_BYTES = 1e9

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from prediction import control_reached, control_steps, prediction
+from prediction import prediction
+from rows import Row, control_reached, control_steps, in_control_steps
 from scipy import stats
 from tasks import TASKS
 
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
-Row = dict[str, Any]
 
 
 def write_page(page: Path, rows: list[Row]) -> None:
@@ -98,22 +97,6 @@ def at_most(rows: list[Row]) -> str:
         return ""
     logs = np.log([row["control_trace_cpu_s"][-1] / row["cpu_s"] for row in rows])
     return f"; at most {math.exp(float(logs.mean())):.2f}"
-
-
-def in_control_steps(row: Row) -> float:
-    """The run's CPU time in steps of the control: each interval by what the control's took at the same time.
-
-    After the control ended, by the mean of its intervals.
-    """
-    seconds = np.diff([0.0, *row["control_trace_cpu_s"]])
-    mine = np.diff([0.0, *trace_s(row)])
-    beside = [seconds[i] if i < len(seconds) else seconds.mean() for i in range(len(mine))]
-    return float(np.sum(mine / beside) * TASKS[row["task"]].interval_steps)
-
-
-def trace_s(row: Row) -> list[float]:
-    """CPU seconds at the end of each interval."""
-    return [entry[1] for entry in row["trace"]]
 
 
 def interval(ratios: list[float]) -> str:

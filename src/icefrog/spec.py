@@ -94,12 +94,16 @@ class FreezeRule(_Frozen):
     )
 
 
+Mode: TypeAlias = Literal["max", "min"]
+"""Whether more of a metric is better, or less."""
+
+
 class Target(_Frozen):
     """The validation metric that ends the job."""
 
     metric: str = Field(default="accuracy", min_length=1)
     value: Number
-    mode: Literal["max", "min"] = "max"
+    mode: Mode = "max"
 
     def reached(self, metric: float) -> bool:
         """Whether ``metric`` is at least as good as the target; NaN never is."""

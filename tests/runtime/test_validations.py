@@ -18,8 +18,8 @@ from torch import nn
 from icefrog.errors import UserError
 from icefrog.runtime import LayerElastic
 from icefrog.runtime.rules import FreezingRule, Proposal, Situation
-from icefrog.runtime.validations import Mode, Validations
-from icefrog.spec import Target
+from icefrog.runtime.validations import Validations
+from icefrog.spec import Mode, Target
 
 METRICS = st.lists(st.floats(-1e6, 1e6) | st.sampled_from([0.5, 0.75, math.inf, -math.inf]), max_size=12)
 

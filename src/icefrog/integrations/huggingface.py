@@ -19,8 +19,7 @@ from icefrog.integrations.ddp import DdpStandIn
 from icefrog.integrations.own_state import own_state, read_tensors, restore, write_tensors
 from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
-from icefrog.runtime.validations import Mode
-from icefrog.spec import Target
+from icefrog.spec import Mode, Target
 
 _KEY = "icefrog"  # of our entry in the TrainerState, which travels in each checkpoint's trainer_state.json
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -20,7 +20,7 @@ from icefrog.integrations.target import find_target
 from icefrog.runtime import Decision, LayerElastic
 from icefrog.runtime.agent import Agent
 from icefrog.runtime.rules import Egeria
-from icefrog.runtime.validations import Mode
+from icefrog.spec import Mode
 
 
 class LayerElasticCallback(Callback):  # type: ignore[misc]

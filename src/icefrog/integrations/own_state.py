@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from icefrog.runtime import LayerElastic
-from icefrog.runtime.checkpoint import load
+from icefrog.runtime.checkpoint import load, write_state
 from icefrog.runtime.saving import TENSORS
 
 _FILE = "icefrog.pt"
@@ -36,7 +36,7 @@ def restore(elastic: LayerElastic, text: str, tensors: Mapping[str, Any] | None)
 def write_tensors(folder: Path, text: str, tensors: Mapping[str, Any]) -> None:
     """Into a framework's checkpoint folder; appears there whole or not at all."""
     half = folder / f"{_FILE}.tmp"
-    torch.save({"of": _digest(text), **tensors}, half)
+    write_state({"of": _digest(text), **tensors}, half)
     half.replace(folder / _FILE)
 
 

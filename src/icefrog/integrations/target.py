@@ -6,8 +6,7 @@ import os
 
 from icefrog.errors import UserError
 from icefrog.runtime.agent import Agent
-from icefrog.runtime.validations import Mode
-from icefrog.spec import Target
+from icefrog.spec import Mode, Target
 
 
 def find_target(

@@ -38,10 +38,10 @@ from icefrog.runtime.saver import Saver
 from icefrog.runtime.saving import Stateful
 from icefrog.runtime.statistics import NEVER
 from icefrog.runtime.stepping import StepGate, refuse_optimizer, scaler_of, tell_wrapper, unwrapped
-from icefrog.runtime.validations import Mode, Validations
+from icefrog.runtime.validations import Validations
 from icefrog.runtime.view import View
 from icefrog.runtime.world import World
-from icefrog.spec import Target
+from icefrog.spec import Mode, Target
 
 
 class LayerElastic(View):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from icefrog.errors import UserError
+from icefrog.spec import Mode
 
-Mode = Literal["max", "min"]
 _ENOUGH = 4
 """Metrics from which on those of a loss are told from others."""
 _BLIND_EPOCHS = 2

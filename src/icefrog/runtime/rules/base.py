@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from icefrog.estimate.penalty import frozen_penalty
 from icefrog.estimate.throughput import throughput
 from icefrog.profile import LayerCost, Profile
 from icefrog.runtime.savings import Saving
-from icefrog.spec import Target
+from icefrog.spec import Mode, Target
 from icefrog.types import Config
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Situation:
     best_metric: float | None = None
     stalled: int = 0
     """Validation metrics since the best one."""
-    mode: Literal["max", "min"] = "max"
+    mode: Mode = "max"
     """Whether more of the metric is better, as the user said or as it looks."""
     train_loss: float | None = None
     """Mean over the steps since the last decision, where the loop calls ``elastic.note_loss``."""
